@@ -1,0 +1,8 @@
+"""Record how a PyTorch network is trained; then ask, exactly, where a prediction comes from."""
+
+from dualform import errors
+from dualform.query.opened import Dual, open
+from dualform.record import Recorder, record
+from dualform.version import __version__
+
+__all__ = ["Dual", "Recorder", "__version__", "errors", "open", "record"]

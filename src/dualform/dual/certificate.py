@@ -1,0 +1,157 @@
+"""The certificate: is each parameter what its slots say it is?
+
+gap = ‖dual − primal‖ / ‖W_T − W_0‖. Training rounds at every step, so even an ideal dual differs by about
+u·√updates·‖W‖, the rounding floor. A parameter passes if its gap is below the tolerance of its type, or if the
+distance is within 4 floors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import torch
+from torch import Tensor
+
+from dualform.dual.weights import rebuilt
+from dualform.store.format import Layer
+from dualform.store.reader import Store
+
+TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 3e-4}
+FLOORS = 4
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The answer of `verify`: one line for each parameter."""
+
+    frame: pl.DataFrame
+    step: int
+    """The moment of training that was checked."""
+    compared_with: str
+    """Where the primal weights come from."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every parameter passes."""
+        return bool((self.frame["verdict"] == "pass").all())
+
+    def to_json(self) -> str:
+        """For scripts."""
+        rows: list[dict[str, Any]] = self.frame.to_dicts()
+        for row in rows:
+            row.update({k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)})
+        return json.dumps(
+            {"passed": self.passed, "step": self.step, "compared_with": self.compared_with, "parameters": rows},
+            indent=1,
+        )
+
+    def __str__(self) -> str:
+        names = self.frame["parameter"].to_list()
+        width = max([len(name) for name in names] + [9])
+        lines = [f"after step {self.step}, against {self.compared_with}"]
+        lines.append(f"{'parameter':<{width}}      gap    floor  movement  verdict")
+        lines += [
+            f"{row['parameter']:<{width}}  {row['gap']:7.1e}  {row['floor']:7.1e}  {row['movement']:8.2e}  "
+            f"{row['verdict']}: {row['reason']}"
+            for row in self.frame.to_dicts()
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def verify(store: Store, end: int, progress: Progress | None = None) -> Certificate:
+    """Compare each parameter of the dual at `end` with the weights that training left there."""
+    snapshots = [step for step in store.snapshot_steps() if step <= end]
+    nearest = snapshots[-1]
+    if nearest == 0 and end > 0:
+        compared = "nothing: the store has no snapshot of the weights between the beginning and this step"
+    elif nearest == end:
+        compared = "the stored weights"
+    elif store.manifest.ended is None and end == store.end_step:
+        end, compared = nearest, "the last stored weights (the recording did not end by itself)"
+    else:
+        compared = f"weights rebuilt from the snapshot at step {nearest}"
+    lines = []
+    for number, layer in enumerate(store.manifest.layers):
+        if progress is not None:
+            progress("verifying", number, len(store.manifest.layers))
+        dual = rebuilt(store, layer, begin=0, end=end)
+        primal = _primal(store, layer, nearest, end)
+        for name, weights in dual.items():
+            lines.append(_line(store, layer, name, weights, None if compared.startswith("nothing") else primal[name], end))
+    if progress is not None:
+        progress("verifying", len(store.manifest.layers), len(store.manifest.layers))
+    return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, compared)
+
+
+_SCHEMA: dict[str, Any] = {
+    "parameter": pl.String,
+    "layer": pl.String,
+    "updates": pl.Int64,
+    "gap": pl.Float64,
+    "distance": pl.Float64,
+    "floor": pl.Float64,
+    "movement": pl.Float64,
+    "residual": pl.Float64,
+    "verdict": pl.String,
+    "reason": pl.String,
+}
+
+
+def _primal(store: Store, layer: Layer, nearest: int, end: int) -> dict[str, Tensor]:
+    if nearest != end:
+        return rebuilt(store, layer, begin=nearest, end=end)
+    names = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return {name: store.snapshot(end)[f"model.{name}"].double() for name in names}
+
+
+def _line(
+    store: Store, layer: Layer, name: str, dual: Tensor, primal: Tensor | None, end: int
+) -> dict[str, str | int | float]:
+    described = store.manifest.parameters[store.parameter(name)]
+    mine = store.updates.filter((pl.col("parameter") == store.parameter(name)) & (pl.col("step") < end))
+    first = store.snapshot(0)[f"model.{name}"].double()
+    reached = dual if primal is None else primal
+    movement = float((reached - first).norm())
+    distance = math.nan if primal is None else float((dual - primal).norm())
+    unit = torch.finfo(getattr(torch, described.dtype)).eps / 2
+    floor = unit * math.sqrt(mine.height) * float(reached.norm())
+    gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
+    tolerance = max(TOLERANCE.get(described.dtype, 3e-4), TOLERANCE[store.manifest.dtype])
+    verdict, reason = _judge(gap, distance, floor, tolerance, movement)
+    if primal is None:
+        verdict, reason = "unknown", "there are no weights to compare with"
+    residuals = mine["residual"].drop_nans()
+    return {
+        "parameter": name,
+        "layer": layer.name,
+        "updates": mine.height,
+        "gap": gap,
+        "distance": distance,
+        "floor": floor,
+        "movement": movement,
+        "residual": float(residuals.max() or 0.0) if len(residuals) else 0.0,  # type: ignore[arg-type]
+        "verdict": verdict,
+        "reason": reason,
+    }
+
+
+def _judge(gap: float, distance: float, floor: float, tolerance: float, movement: float) -> tuple[str, str]:
+    if math.isnan(distance):
+        return "fail", "it is not finite"
+    if movement == 0 and distance == 0:
+        return "pass", "it did not move"
+    if gap <= tolerance:
+        return "pass", f"gap ≤ {tolerance:.0e}"
+    if distance <= FLOORS * floor:
+        return "pass", f"within {FLOORS} rounding floors"
+    return "fail", f"gap above {tolerance:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved"

@@ -1,0 +1,137 @@
+"""Which entries of a layer's input belong to which row.
+
+A slot that carries the wrong sample's name would leave every sum right, so nothing here guesses: where two readings
+are possible, an AxisError asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.errors import AxisError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor (*lead, features) is read as (rows, positions, features)."""
+
+    split: tuple[int, ...]
+    """The leading shape, with a flattened axis taken apart."""
+    axis: int
+    """The axis of `split` that holds the rows."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.split[self.axis] if self.split else 1
+
+    @property
+    def positions(self) -> int:
+        """How many slots a row has: the product of the other axes."""
+        return math.prod(n for axis, n in enumerate(self.split) if axis != self.axis)
+
+    def slots(self, tensor: Tensor) -> Tensor:
+        """(*lead, features) → (rows × positions, features), row-major; a view where possible."""
+        features = tensor.shape[-1]
+        if not self.split:
+            return tensor.reshape(1, features)
+        apart = tensor.reshape(*self.split, features)
+        return apart.movedim(self.axis, 0).reshape(-1, features)
+
+
+def layout(
+    lead: tuple[int, ...], rows: int, *, layer: str, axis: int | None = None, evidence: Iterable[int | None] = ()
+) -> Layout:
+    """Find the rows among the leading axes of a layer's input.
+
+    lead: the input's shape without its features. axis: what the user said, if anything; for a flattened input 0 means
+    that the rows are the slow part (rows × positions), 1 that they are the fast one (positions × rows).
+    evidence: for a flattened input, the axis of the rows in the tensors it comes from (None: not clear).
+    """
+    if axis is not None:
+        return _as_told(lead, rows, layer, axis)
+    if not lead:
+        if rows == 1:
+            return Layout((), 0)
+        raise AxisError(
+            f"layer {layer!r} got a single vector, but batch() announced {rows} rows. Call recorder.batch() for the "
+            f"sample that runs through it, or leave the layer out with layers=."
+        )
+    fits = [i for i, n in enumerate(lead) if n == rows]
+    if len(fits) == 1 or (fits and rows == 1):
+        return Layout(lead, fits[0])
+    if not fits and len(lead) == 1 and rows and lead[0] % rows == 0 and lead[0]:
+        positions = lead[0] // rows
+        axes = {a for a in evidence if a is not None}
+        if rows == 1 or axes == {0}:
+            return Layout((rows, positions), 0)
+        raise AxisError(
+            f"layer {layer!r} got {lead[0]} vectors for {rows} rows: flattened, but not whether as rows × positions or "
+            f"as positions × rows. Say batch_axis={{{layer!r}: 0}} if each row's positions stand together "
+            f"(x.reshape(rows * positions, …)), batch_axis={{{layer!r}: 1}} if the rows alternate (sequence first)."
+        )
+    shape = f"({', '.join(map(str, lead))}, features)"
+    if fits:
+        raise AxisError(
+            f"layer {layer!r} got an input of shape {shape}, and batch() announced {rows} rows: axes "
+            f"{' and '.join(map(str, fits))} both fit. Say which one it is: batch_axis={{{layer!r}: {fits[0]}}}."
+        )
+    raise AxisError(
+        f"layer {layer!r} got an input of shape {shape}, but batch() announced {rows} rows, and no axis has that "
+        f"length. Give batch() one entry per sample of this forward pass, or name the axis: "
+        f"batch_axis={{{layer!r}: 0}} (its length must be a multiple of the rows)."
+    )
+
+
+def _as_told(lead: tuple[int, ...], rows: int, layer: str, axis: int) -> Layout:
+    if len(lead) == 1 and lead[0] != rows and axis in (0, 1) and rows and lead[0] % rows == 0:
+        positions = lead[0] // rows
+        return Layout((rows, positions), 0) if axis == 0 else Layout((positions, rows), 1)
+    place = axis + len(lead) + 1 if axis < 0 else axis  # counted as the user sees it, with the features at the end
+    if not 0 <= place < len(lead):
+        raise AxisError(
+            f"batch_axis={{{layer!r}: {axis}}} names no leading axis of an input of shape "
+            f"({', '.join(map(str, lead))}, features)."
+        )
+    length = lead[place]
+    if length == rows:
+        return Layout(lead, place)
+    if rows and length % rows == 0:
+        return Layout((*lead[:place], rows, length // rows, *lead[place + 1 :]), place)
+    raise AxisError(
+        f"batch_axis={{{layer!r}: {axis}}} names an axis of length {length}, which is no multiple of the {rows} rows "
+        f"that batch() announced."
+    )
+
+
+def rows_axis(tensor: Tensor, rows: int) -> int | None:
+    """The one axis of a tensor whose length is the row count, if there is one."""
+    fits = [i for i, n in enumerate(tensor.shape) if n == rows]
+    return fits[0] if len(fits) == 1 else None
+
+
+def flattened_from(tensor: Tensor, rows: int) -> int | None:
+    """The axis of the rows in the tensor that a flattened one is a view of, if it can be seen."""
+    base = tensor._base
+    if base is None or base.dim() <= tensor.dim() or not base.is_contiguous() or not tensor.is_contiguous():
+        return None
+    if base.shape[-1] != tensor.shape[-1] or base.data_ptr() != tensor.data_ptr() or base.numel() != tensor.numel():
+        return None
+    fits = [i for i, n in enumerate(base.shape[:-1]) if n == rows]
+    return fits[0] if len(fits) == 1 else None
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors among a forward's arguments: in tuples, lists and dictionaries too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in tensors_in(v)]
+    return []

@@ -1,0 +1,1 @@
+"""Questions: attention, contributions, masks. Everything is streamed chunk by chunk."""

@@ -1,0 +1,175 @@
+"""What every kind of answer shares: a score for each (query, slot), streamed; the best of them; their totals.
+
+Attention, contributions and whatever comes later differ only in how a tile of scores is computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from dualform.dual.weights import pieces
+from dualform.errors import QuestionError
+from dualform.query.groups import Groups
+from dualform.query.masks import Mask
+from dualform.query.ranking import Best
+from dualform.query.slots import describe
+from dualform.store.format import Layer
+from dualform.store.reader import SlotChunk, Store
+
+TILE_BYTES = 64 << 20
+"""How large a tile of scores (queries × slots) may be."""
+FEW_GROUPS = 64
+"""Up to this many groups, sums are a product with a 0/1 matrix."""
+
+
+class Scores(NamedTuple):
+    """A stretch of scores: the numbers of the slots (m,), and (*queries, m)."""
+
+    slots: Tensor
+    scores: Tensor
+
+
+class Answer(ABC):
+    """The scores of one layer's slots for some queries."""
+
+    value: str
+    """The name of a score in frames."""
+
+    def __init__(self, store: Store, layer: Layer, end: int, shape: dict[str, int], dtype: torch.dtype):
+        """shape: how many queries there are along each part of their address, e.g. query and position."""
+        self._store, self.layer, self._end = store, layer, end
+        self._shape = tuple(shape.values())
+        places = np.indices(self._shape).reshape(len(shape), -1)
+        self._address = pl.DataFrame({name: places[i] for i, name in enumerate(shape)}, schema=dict.fromkeys(shape, pl.Int64))
+        self._dtype = dtype
+
+    @abstractmethod
+    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
+        """The scores of some queries for the slots low to high of a chunk, (queries, slots)."""
+
+    def top(
+        self,
+        k: int = 10,
+        *,
+        by: str | Sequence[str] | None = None,
+        where: pl.Expr | str | None = None,
+        absolute: bool = False,
+        lowest: bool = False,
+    ) -> pl.DataFrame:
+        """The k slots with the highest scores for each query, or the k groups of `by` with the highest totals.
+
+        absolute: rank by size and sum sizes, as the paper's figures do. lowest: from the other end.
+        Ties go to the lower slot number.
+        """
+        if k < 1 or isinstance(k, bool):
+            raise QuestionError(f"top({k}): expected a whole number of at least 1.")
+        if absolute and lowest:
+            raise QuestionError("top(): absolute and lowest do not go together.")
+        if by is not None:
+            return self._top_groups(k, by, where, absolute, lowest)
+        frames = []
+        for queries in self._query_blocks(1):
+            best = Best(queries.stop - queries.start, k, self._dtype)
+            for numbers, scores, _, _ in self._stream(queries, where):
+                best.add(scores.abs() if absolute else -scores if lowest else scores, numbers, scores)
+            frames.append(self._ranked(queries, best))
+        frame = pl.concat(frames) if frames else self._ranked(slice(0, 0), Best(0, k, self._dtype))
+        found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
+        return frame.join(found, on="slot", how="left", maintain_order="left")
+
+    def total(
+        self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False
+    ) -> pl.DataFrame:
+        """The sum of the scores of each group of slots, for each query; absolute: of their sizes."""
+        groups, totals, _, _ = self._totals(by, where, absolute)
+        count = len(self._address)
+        address = self._address[np.repeat(np.arange(count), len(groups))]
+        values = groups.values[np.tile(np.arange(len(groups)), count)]
+        return pl.concat([address, values], how="horizontal").with_columns(
+            pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)
+        )
+
+    def _scores(self, where: pl.Expr | str | None) -> Iterator[Scores]:
+        """Everything, chunk by chunk, all queries at once."""
+        for numbers, scores, _, _ in self._stream(slice(0, self._address.height), where):
+            yield Scores(numbers, scores.reshape(*self._shape, -1))
+
+    def _query_blocks(self, width: int) -> Iterator[slice]:
+        """Stretches of queries, such that `width` float64 numbers each stay within memory."""
+        count = self._address.height
+        size = max(1, min(16384, 4 * TILE_BYTES // (8 * max(width, 1))))
+        for low in range(0, count, size):
+            yield slice(low, min(low + size, count))
+
+    def _stream(
+        self, queries: slice, where: pl.Expr | str | None
+    ) -> Iterator[tuple[Tensor, Tensor, SlotChunk, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
+        """Tiles in the order of slot numbers: numbers (m,), scores (queries, m), the chunk, places in it."""
+        mask = None if where is None else Mask(self._store, where, self._end)
+        width = max(self.layer.d_in + self.layer.d_out, queries.stop - queries.start)
+        for chunk in self._store.chunks(self.layer.name, end_step=self._end):
+            kept = None if mask is None else mask(chunk)
+            if kept is not None and not kept.any():
+                continue
+            for low, high in pieces(chunk, width):
+                places = np.arange(low, high)
+                if kept is not None:
+                    places = places[kept[low:high]]
+                    if not len(places):
+                        continue
+                scores = self._tile(queries, chunk, low, high)
+                if len(places) < high - low:
+                    scores = scores[:, torch.from_numpy(places - low)]
+                yield torch.from_numpy(places + chunk.first_slot), scores, chunk, places
+
+    def _totals(
+        self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool
+    ) -> tuple[Groups, Tensor, Tensor, Tensor]:
+        """Groups, totals (queries, groups) float64, visits (groups,), first slots (groups,)."""
+        groups = Groups(self._store, self.layer.name, by, self._end)
+        totals = torch.zeros(self._address.height, len(groups), dtype=torch.float64)
+        visits = torch.zeros(len(groups), dtype=torch.int64)
+        first = torch.full((len(groups),), torch.iinfo(torch.int64).max)
+        for queries in self._query_blocks(len(groups)):
+            sums = torch.zeros(len(groups), queries.stop - queries.start, dtype=torch.float64)
+            for numbers, scores, chunk, places in self._stream(queries, where):
+                codes = torch.from_numpy(groups(chunk)[places])
+                scores = scores.abs() if absolute else scores
+                if len(groups) <= FEW_GROUPS:
+                    sums += (torch.nn.functional.one_hot(codes, len(groups)).to(scores.dtype).T @ scores.T).double()
+                else:
+                    sums.index_add_(0, codes, scores.T.double())
+                if queries.start == 0:
+                    visits.index_add_(0, codes, torch.ones_like(codes))
+                    first.scatter_reduce_(0, codes, numbers, "amin")
+            totals[queries] = sums.T
+        return groups, totals, visits, first
+
+    def _top_groups(
+        self, k: int, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
+    ) -> pl.DataFrame:
+        groups, totals, visits, first = self._totals(by, where, absolute)
+        order = first.argsort(stable=True)[: int((visits > 0).sum())]
+        best = Best(len(totals), k, torch.float64)
+        ranked = totals[:, order]
+        best.add(-ranked if lowest else ranked, torch.arange(len(order)), ranked)
+        frame = self._ranked(slice(0, len(totals)), best)
+        described = groups.described().with_columns(pl.Series("visits", visits.numpy()))
+        found = described[order[torch.from_numpy(frame["slot"].to_numpy().copy())].numpy()]
+        return pl.concat([frame.drop("slot"), found], how="horizontal")
+
+    def _ranked(self, queries: slice, best: Best) -> pl.DataFrame:
+        count, k = best.scores.shape
+        address = self._address[queries][np.repeat(np.arange(count), k)]
+        return address.with_columns(
+            pl.Series("rank", np.tile(np.arange(1, k + 1), count), pl.Int64),
+            pl.Series(self.value, best.values.reshape(-1).numpy()),
+            pl.Series("slot", best.numbers.reshape(-1).numpy(), pl.Int64),
+        )

@@ -1,0 +1,75 @@
+"""Groups of slots: by any column of the rows, by several, by step, or by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dualform.errors import QuestionError
+from dualform.query.masks import slot_table
+from dualform.store.reader import SlotChunk, Store
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Groups:
+    """The groups that `by` makes of a layer's slots; `groups(chunk)` gives each slot's group number."""
+
+    def __init__(self, store: Store, layer: str, by: str | Sequence[str], end: int):
+        self.by = [by] if isinstance(by, str) else list(by)
+        known = ["step", "position", *(c.name for c in store.manifest.columns)]
+        unknown = [name for name in self.by if name not in known]
+        if unknown or not self.by:
+            raise QuestionError(
+                f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known)}."
+            )
+        self._store, self._end = store, end
+        per_position = {"position"} | {c.name for c in store.manifest.columns if c.per == "position"}
+        self._codes: Ints | None = None
+        self._by_slot: dict[int, Ints] = {}
+        if per_position & set(self.by):
+            chunks = list(store.chunks(layer, end_step=end))
+            columns = [name for name in self.by if name != "position"]
+            tables = [slot_table(store, chunk, columns).select(self.by) for chunk in chunks]
+            whole = pl.concat(tables) if tables else pl.DataFrame(schema={name: pl.Int64 for name in self.by})
+            self.values, codes = _number(whole)
+            starts = np.cumsum([0, *(t.height for t in tables)])
+            for chunk, low, high in zip(chunks, starts[:-1], starts[1:], strict=True):
+                self._by_slot[chunk.first_slot] = codes[low:high]
+        else:
+            self._rows = store.rows.filter(pl.col("step") < end)
+            self.values, self._codes = _number(self._rows.select(self.by))
+
+    def __len__(self) -> int:
+        return self.values.height
+
+    def __call__(self, chunk: SlotChunk) -> Ints:
+        if self._codes is not None:
+            return self._codes[chunk.rows()]
+        return self._by_slot[chunk.first_slot]
+
+    def described(self) -> pl.DataFrame:
+        """The groups with those other columns that are the same for all rows of a group (a sample's label)."""
+        if self._codes is None:
+            return self.values
+        others = [
+            c.name for c in self._store.manifest.columns if c.name not in self.by and c.per == "row"
+        ]
+        if not others:
+            return self.values
+        table = self._rows.select(self.by + others).group_by(self.by).agg(
+            *(pl.col(name).first() for name in others),
+            *((pl.col(name).n_unique() == 1).alias(f"{name} is one") for name in others),
+        )
+        same = [name for name in others if bool(table[f"{name} is one"].all())]
+        return self.values.join(table.select(self.by + same), on=self.by, how="left", maintain_order="left")
+
+
+def _number(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+    values = table.unique().sort(table.columns)
+    numbered = values.with_row_index(" number")
+    codes = table.join(numbered, on=table.columns, how="left", maintain_order="left", nulls_equal=True)[" number"]
+    return values, codes.to_numpy().astype(np.int64)

@@ -1,0 +1,123 @@
+"""Conditions on rows, steps and positions: a Polars expression, evaluated once, becomes a bitmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dualform.errors import MaskError
+from dualform.store.reader import SlotChunk, Store
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Mask:
+    """Which slots take part. `mask(chunk)` gives (slots,) booleans."""
+
+    def __init__(self, store: Store, where: pl.Expr | str, end: int, *, name: str = "where"):
+        self._store, self._end, self._name = store, end, name
+        self._where = read_condition(where, name)
+        self._columns = _columns_used(self._where, store, name)
+        positional = {c.name for c in store.manifest.columns if c.per == "position"}
+        self._per_position = bool(({"position"} | positional) & self._columns)
+        self._positional = positional & self._columns
+        self._rows: Bools | None = None
+        self._slots: dict[str, Bools] = {}
+        if not self._per_position:
+            table = store.rows.filter(pl.col("step") < end)
+            self._rows = self._evaluate(table)
+
+    def __call__(self, chunk: SlotChunk) -> Bools:
+        if self._rows is not None:
+            return self._rows[chunk.rows()]
+        found = self._of_layer(chunk.layer.name)
+        return found[chunk.first_slot : chunk.first_slot + chunk.slots]
+
+    def _of_layer(self, layer: str) -> Bools:
+        if layer not in self._slots:
+            pieces = [
+                slot_table(self._store, chunk, sorted(self._columns - {"position"}))
+                for chunk in self._store.chunks(layer, end_step=self._end)
+            ]
+            table = pl.concat(pieces) if pieces else pl.DataFrame(schema={"position": pl.Int64})
+            for column in self._positional:
+                if table[column].null_count():
+                    raise MaskError(
+                        f"{self._name}: the column {column!r} has an entry for each position, but layer {layer!r} has "
+                        f"another number of positions. Ask a layer with the same positions, or use columns per row."
+                    )
+            self._slots[layer] = self._evaluate(table)
+        return self._slots[layer]
+
+    def _evaluate(self, table: pl.DataFrame) -> Bools:
+        try:
+            result = table.select(self._where.alias("mask"))["mask"]
+        except pl.exceptions.PolarsError as error:
+            raise MaskError(f"{self._name}: {self._where} cannot be evaluated over the rows: {error}.") from None
+        if result.dtype != pl.Boolean:
+            raise MaskError(
+                f"{self._name}: {self._where} gives {result.dtype}, expected true or false for each row, "
+                f"e.g. pl.col(\"label\") == 7."
+            )
+        if len(result) != table.height:
+            raise MaskError(f"{self._name}: {self._where} gives {len(result)} values for {table.height} rows.")
+        if result.null_count():
+            raise MaskError(
+                f"{self._name}: {self._where} is null for {result.null_count()} rows. Say what null means, "
+                f"e.g. with .fill_null(False)."
+            )
+        return result.to_numpy()
+
+
+def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
+    """A Polars expression as it is; text is SQL."""
+    if isinstance(where, pl.Expr):
+        return where
+    if not isinstance(where, str):
+        raise MaskError(
+            f"{name}: got {type(where).__name__}, expected a Polars expression, e.g. pl.col(\"label\") == 7, "
+            f"or SQL, e.g. \"label = 7\"."
+        )
+    try:
+        return pl.sql_expr(where)
+    except pl.exceptions.PolarsError as error:
+        raise MaskError(f"{name}: {where!r} is no SQL condition: {error}.") from None
+
+
+def _columns_used(where: pl.Expr, store: Store, name: str) -> set[str]:
+    used = set(where.meta.root_names())
+    known = ["step", "position", *(c.name for c in store.manifest.columns)]
+    unknown = used - set(known)
+    if unknown:
+        raise MaskError(
+            f"{name}: there is no column {', '.join(map(repr, sorted(unknown)))}. Columns: {', '.join(known)}."
+        )
+    return used
+
+
+def slot_table(store: Store, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
+    """One line for each slot of a chunk: its position, and these columns of its row.
+
+    A column per position gives each slot its own entry; null where the layer has another number of positions.
+    """
+    return _at(store, chunk.rows(), chunk.positions(), chunk.per_slot(chunk.blocks[:, 5]), columns)
+
+
+def _at(
+    store: Store,
+    rows: np.ndarray[Any, Any],
+    position: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    columns: list[str],
+) -> pl.DataFrame:
+    table = store.rows.select(columns)[rows] if columns else pl.DataFrame()
+    table = table.with_columns(pl.Series("position", position, pl.Int64), pl.Series("positions", positions, pl.Int64))
+    per_position = [c.name for c in store.manifest.columns if c.per == "position" and c.name in columns]
+    for name in per_position:
+        fits = pl.col(name).list.len() == pl.col("positions")
+        table = table.with_columns(
+            pl.when(fits).then(pl.col(name).list.get(pl.col("position"), null_on_oob=True)).alias(name)
+        )
+    return table.drop("positions")

@@ -1,0 +1,286 @@
+"""`dualform.open`: the door to every question."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import polars as pl
+import torch
+from torch import Tensor, nn
+
+from dualform.dual import certificate
+from dualform.dual.layer import DualLayer
+from dualform.dual.weights import Keep, compute_dtype, rebuilt
+from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError, UnknownLayerError
+from dualform.query.answers import Answer
+from dualform.query.attention import LayerAttention
+from dualform.query.contributions import LayerContributions
+from dualform.query.forward import Captured, run
+from dualform.query.masks import Mask
+from dualform.store.reader import Store
+
+A = TypeVar("A", bound=Answer)
+Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
+
+
+def open(path: str | os.PathLike[str], model: nn.Module | None = None) -> Dual:
+    """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
+
+    Without a model: `info`, `verify`, `layer`, and attention for query vectors.
+    """
+    store = Store(Path(path))
+    return Dual(store, None if model is None else _matching(store, model), store.end_step)
+
+
+class ByLayer(Mapping[str, A], Generic[A]):
+    """Answers by the name of their layer."""
+
+    def __init__(self, store: Store, answers: dict[str, A]):
+        self._store, self._answers = store, answers
+
+    def __getitem__(self, layer: str) -> A:
+        if layer not in self._answers:
+            self._store.layer(layer)
+            raise UnknownLayerError(f"layer {layer!r} was not called for these inputs.")
+        return self._answers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(answer) for answer in self._answers.values())
+
+
+class Dual:
+    """A trained network in its dual form, at the end of its recording or at an earlier moment."""
+
+    def __init__(self, store: Store, model: nn.Module | None, end: int):
+        self.store, self._model, self.end_step = store, model, end
+
+    def __repr__(self) -> str:
+        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps, layers {self.layers})"
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the recorded layers."""
+        return [layer.name for layer in self.store.manifest.layers]
+
+    @property
+    def rows(self) -> pl.DataFrame:
+        """The row table: `step` and the columns given to batch()."""
+        return self.store.rows.filter(pl.col("step") < self.end_step)
+
+    @property
+    def log(self) -> pl.DataFrame:
+        """What log() was given, one line for each step."""
+        return self.store.log.filter(pl.col("step") < self.end_step)
+
+    def info(self) -> dict[str, Any]:
+        """What the store holds, as plain data."""
+        manifest = self.store.manifest
+        return {
+            "path": str(self.store.folder),
+            "created_by": manifest.created_by,
+            "ended": manifest.ended or "not yet, or killed: what is sealed is here",
+            "steps": self.store.end_step,
+            "rows": sum(chunk.rows for chunk in manifest.chunks),
+            "keep": manifest.keep,
+            "dtype": manifest.dtype,
+            "bytes": self.store.nbytes,
+            "chunks": len(manifest.chunks),
+            "snapshots": self.store.snapshot_steps(),
+            "columns": {c.name: f"{c.type} per {c.per}" for c in manifest.columns},
+            "layers": [
+                {
+                    "name": layer.name,
+                    "kind": layer.kind,
+                    "d_in": layer.d_in,
+                    "d_out": layer.d_out,
+                    "bias": layer.bias is not None,
+                    "slots": self.store.slots(layer.name),
+                }
+                for layer in manifest.layers
+            ],
+            "left_out": manifest.left_out,
+        }
+
+    def verify(self, *, progress: certificate.Progress | None = None) -> certificate.Certificate:
+        """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict."""
+        return certificate.verify(self.store, self.end_step, progress)
+
+    def layer(self, name: str) -> DualLayer:
+        """One layer on the level of the paper: initial weight, keys, values, attention weights, equation 13."""
+        return DualLayer(self.store, name, self.end_step)
+
+    def attend(self, inputs: Any, *, rows: int | None = None) -> ByLayer[LayerAttention]:
+        """The attention of every layer for test inputs: a tensor, a tuple of arguments, or a dictionary of them.
+
+        Without a model: a dictionary of query vectors by layer name, (queries, d_in) or (queries, positions, d_in).
+        rows: how many examples there are, if that is not the length of the first tensor.
+        """
+        if self._model is None:
+            return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
+        captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis)
+        answers = {name: self._attention(name, c.queries) for name, c in captured.layers.items()}
+        return ByLayer(self.store, answers)
+
+    def contributions(
+        self, inputs: Any, *, target: Target = None, rows: int | None = None
+    ) -> ByLayer[LayerContributions]:
+        """The contribution of every slot to a target, signed; exact in the layer whose output the target is.
+
+        target: an output unit, one for each example, or a function of the model's output that gives one number for
+        each example; default: the unit with the largest output.
+        """
+        if self._model is None:
+            raise QuestionError("contributions() needs the model: dualform.open(path, model).")
+        self._needs_slots("contributions")
+        captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
+        return ByLayer(self.store, {name: self._contribution(name, c, captured.target) for name, c in captured.layers.items()})
+
+    def masked(
+        self,
+        *,
+        keep: pl.Expr | str | None = None,
+        drop: pl.Expr | str | None = None,
+        layers: str | Collection[str] | None = None,
+    ) -> nn.Module:
+        """A plain copy of the model whose layers remember only some of their slots.
+
+        This edits memory: coefficients, clipping and decay stay as they were. It does not predict retraining.
+        """
+        if (keep is None) == (drop is None):
+            raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
+        self._needs_slots("masked")
+        mask = Mask(self.store, keep if drop is None else drop, self.end_step, name="keep" if drop is None else "drop")  # type: ignore[arg-type]
+        takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
+        weights = self._weights_at(self.end_step)
+        for layer in self.store.manifest.layers:
+            if layer.name in self._chosen(layers):
+                weights.update(rebuilt(self.store, layer, begin=0, end=self.end_step, keep=takes_part))
+        return self._with(weights)
+
+    def until(self, step: int) -> Dual:
+        """The dual as it was after `step` updates."""
+        return Dual(self.store, self._model, self._moment(step))
+
+    def at_step(self, step: int) -> nn.Module:
+        """A plain copy of the model as it was after `step` updates."""
+        return self._with(self._weights_at(self._moment(step)))
+
+    def primal(self) -> nn.Module:
+        """A plain copy of the trained model at this moment, in evaluation mode."""
+        return self._with(self._weights_at(self.end_step)).eval()
+
+    # Inside
+
+    def _moment(self, step: int) -> int:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.end_step:
+            raise QuestionError(f"step {step!r}: expected a whole number from 0 to {self.end_step}.")
+        return step
+
+    def _needs_slots(self, question: str) -> None:
+        if self.store.manifest.keep == "keys":
+            raise NotRecordedError(
+                f"{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep=\"slots\"."
+            )
+
+    def _chosen(self, layers: str | Collection[str] | None) -> list[str]:
+        if layers is None:
+            return self.layers
+        found = []
+        for pattern in [layers] if isinstance(layers, str) else layers:
+            names = [name for name in self.layers if fnmatchcase(name, pattern)]
+            if not names:
+                self.store.layer(pattern)
+            found += names
+        return found
+
+    def _recorded(self) -> dict[str, str]:
+        return {layer.name: layer.kind for layer in self.store.manifest.layers}
+
+    def _vectors(self, inputs: Any) -> dict[str, Tensor]:
+        if not isinstance(inputs, Mapping):
+            raise QuestionError(
+                "this recording was opened without a model, so attend() takes query vectors by layer name, e.g. "
+                "{\"4\": vectors}; or open it with the model: dualform.open(path, model)."
+            )
+        found = {}
+        for name, given in inputs.items():
+            _, layer = self.store.layer(name)
+            vectors = torch.as_tensor(given)
+            if vectors.dim() not in (2, 3) or vectors.shape[-1] != layer.d_in:
+                raise QuestionError(
+                    f"queries for layer {name!r} have shape {tuple(vectors.shape)}; expected (queries, {layer.d_in}) or "
+                    f"(queries, positions, {layer.d_in})."
+                )
+            found[name] = vectors if vectors.dim() == 3 else vectors.unsqueeze(1)
+        return found
+
+    def _attention(self, name: str, queries: Tensor) -> LayerAttention:
+        _, layer = self.store.layer(name)
+        return LayerAttention(self.store, layer, self.end_step, queries, compute_dtype(self.store, layer.weight))
+
+    def _contribution(self, name: str, captured: Captured, target: Tensor) -> LayerContributions:
+        _, layer = self.store.layer(name)
+        dtype = compute_dtype(self.store, layer.weight)
+        assert captured.gradients is not None
+        return LayerContributions(
+            self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype
+        )
+
+    def _weights_at(self, step: int) -> dict[str, Tensor]:
+        """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot."""
+        nearest = max(s for s in self.store.snapshot_steps() if s <= step)
+        snapshot = self.store.snapshot(nearest)
+        weights = {name.removeprefix("model."): snapshot[name] for name in snapshot if name.startswith("model.")}
+        if nearest == step:
+            return weights
+        self._needs_slots("a network between snapshots")
+        others = set(weights) - {p.name for p in self.store.manifest.parameters}
+        if others:
+            warnings.warn(
+                f"not recorded, so taken from the snapshot at step {nearest} instead of step {step}: "
+                f"{', '.join(sorted(others))}",
+                stacklevel=4,
+            )
+        for layer in self.store.manifest.layers:
+            weights.update(rebuilt(self.store, layer, begin=nearest, end=step))
+        return weights
+
+    def _with(self, weights: dict[str, Tensor]) -> nn.Module:
+        if self._model is None:
+            raise QuestionError("this needs the model: dualform.open(path, model).")
+        model = copy.deepcopy(self._model)
+        with torch.no_grad():
+            for name, value in model.state_dict(keep_vars=True).items():
+                if name in weights and isinstance(value, Tensor):
+                    value.data.copy_(weights[name])
+        return model
+
+
+def _matching(store: Store, model: nn.Module) -> nn.Module:
+    """The model, if it has the parameters that were recorded."""
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    for parameter in store.manifest.parameters:
+        if parameter.name not in shapes:
+            raise ModelMismatchError(
+                f"the recording has a parameter {parameter.name!r}, the model has none of that name. Open it with the "
+                f"architecture that was recorded. The model has: {', '.join(list(shapes)[:8])}"
+                f"{', …' if len(shapes) > 8 else ''}."
+            )
+        if shapes[parameter.name] != parameter.shape:
+            raise ModelMismatchError(
+                f"{parameter.name!r} has shape {parameter.shape} in the recording and {shapes[parameter.name]} in the "
+                f"model. Open it with the architecture that was recorded."
+            )
+    return model

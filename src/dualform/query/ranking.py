@@ -1,0 +1,41 @@
+"""The best k of a stream, exactly: ties go to the lower slot number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Best:
+    """For each of n queries the k highest scores so far, with their numbers and values."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype):
+        self._k = k
+        self.scores = torch.zeros((n, 0), dtype=dtype)
+        self.values = torch.zeros((n, 0), dtype=dtype)
+        self.numbers = torch.zeros((n, 0), dtype=torch.int64)
+
+    def add(self, scores: Tensor, numbers: Tensor, values: Tensor) -> None:
+        """scores (n, m) decide; values (n, m) go along; numbers (m,) ascend, above all that came before."""
+        if not scores.shape[1]:
+            return
+        places = _highest(scores, min(self._k, scores.shape[1]))
+        both = torch.cat([self.scores, scores.gather(1, places)], dim=1)
+        numbered = torch.cat([self.numbers, numbers[places]], dim=1)
+        valued = torch.cat([self.values, values.gather(1, places)], dim=1)
+        order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
+        self.scores, self.numbers = both.gather(1, order), numbered.gather(1, order)
+        self.values = valued.gather(1, order)
+
+
+def _highest(scores: Tensor, k: int) -> Tensor:
+    """(n, m) → (n, k): the places of the k highest of each row, ascending; ties to the lower place."""
+    found = scores.topk(k, dim=1)
+    lowest = found.values[:, -1:]
+    places = found.indices.sort(dim=1).values
+    tied = torch.nonzero((scores >= lowest).sum(1) > k)[:, 0]
+    for row in tied.tolist():
+        above = torch.nonzero(scores[row] > lowest[row])[:, 0]
+        equal = torch.nonzero(scores[row] == lowest[row])[: k - len(above), 0]
+        places[row] = torch.cat([above, equal]).sort().values
+    return places

@@ -1,0 +1,117 @@
+"""The audit: do the recorded slots explain the gradient that the optimizer saw? (Freivalds' check.)
+
+For a private random matrix R, grad @ R must equal Σ error_signal ⊗ (key · R): a matrix–vector product instead of a
+matrix product. Between backward passes a gradient may be scaled, zeroed, clipped or averaged; one number for each
+link of that chain is found by least squares, and what remains is the residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EQUATIONS = 16
+"""At least this many equations check a weight: R gets more columns if it has few outputs."""
+SLACK = 64.0
+"""How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One backward pass, as seen through R: what was in .grad before it, and what its slots say was added."""
+
+    before: Tensor | None
+    """grad @ R before this pass added to it, (d_out, k) float64; None: there was no gradient."""
+    added: Tensor
+    """Σ error_signal ⊗ (key · R), (d_out, k) float64."""
+    scale: float
+    """A bound on the sum of the absolute terms of `added`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the slots explain a gradient."""
+
+    factors: list[float]
+    """One for each backward pass; 0: its gradient was thrown away."""
+    residual: float
+    """‖gradient − explanation‖ / ‖gradient‖, seen through R (0 where there is nothing to explain)."""
+    explained: bool
+    """Whether what remains is rounding."""
+    determined: bool
+    """Whether the gradient is larger than its rounding, so that its factor means something."""
+
+
+def random_columns(d_in: int, d_out: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """R: (d_in, k), entries ±1, from a generator of our own."""
+    columns = max(1, min(d_in, math.ceil(EQUATIONS / max(d_out, 1))))
+    signs = torch.randint(0, 2, (d_in, columns), generator=generator)
+    return (2 * signs - 1).to(dtype)
+
+
+def explain(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+    """Find the factor of each backward pass. seen: the gradient at the step, @ R."""
+    verdict = _chain(links, seen, roundoff)
+    if not verdict.explained and 1 < len(links) <= seen.numel() // 2:
+        free = _least_squares(links, seen, roundoff)
+        if free.explained:
+            return free
+    return verdict
+
+
+def _chain(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+    """One number for each link: .grad is scaled as a whole between backward passes."""
+    factors: list[float] = []
+    expected = torch.zeros_like(seen)
+    scale = 0.0
+    for link in links:
+        ratio = 0.0 if link.before is None else _ratio(link.before, expected, scale, roundoff)[0]
+        factors = [f * ratio for f in factors] + [1.0]
+        expected = expected * ratio + link.added
+        scale = scale * abs(ratio) + link.scale
+    ratio, determined = _ratio(seen, expected, scale, roundoff)
+    factors = [f * ratio for f in factors]
+    return _verdict(factors, seen, expected * ratio, scale * abs(ratio), roundoff, determined)
+
+
+def _least_squares(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+    """A free factor for each backward pass: gradients kept aside and put together again."""
+    terms = torch.stack([link.added.reshape(-1) for link in links], dim=1)
+    size = float(terms.norm())
+    if not math.isfinite(size) or size == 0 or not bool(torch.isfinite(seen).all()):
+        return _verdict([0.0] * len(links), seen, torch.zeros_like(seen), 0.0, roundoff, False)
+    solution = torch.linalg.lstsq(terms, seen.reshape(-1, 1), driver="gelsd").solution[:, 0]
+    factors: list[float] = solution.tolist()
+    scale = sum(abs(f) * link.scale for f, link in zip(factors, links, strict=True))
+    return _verdict(factors, seen, (terms @ solution).reshape(seen.shape), scale, roundoff, True)
+
+
+def _ratio(after: Tensor, expected: Tensor, scale: float, roundoff: float) -> tuple[float, bool]:
+    """The number by which `expected` was multiplied, and whether it stands above the rounding."""
+    size = float(expected.norm())
+    if not math.isfinite(size) or size == 0:
+        return 1.0, False
+    if not bool(after.any()):
+        return 0.0, True
+    if size <= SLACK * roundoff * scale:
+        return 1.0, False
+    ratio = float((after * expected).sum()) / size**2
+    if abs(ratio - 1) <= 16 * roundoff:
+        return 1.0, True
+    if abs(ratio) * size <= SLACK * roundoff * scale:
+        return 0.0, True
+    return ratio, math.isfinite(ratio)
+
+
+def _verdict(
+    factors: list[float], seen: Tensor, expected: Tensor, scale: float, roundoff: float, determined: bool
+) -> Verdict:
+    size, rest = float(seen.norm()), float((seen - expected).norm())
+    if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
+        return Verdict(factors, math.nan, True, False)
+    explained = rest <= SLACK * roundoff * max(scale, size)
+    return Verdict(factors, rest / size if size else 0.0, explained, determined)

@@ -1,0 +1,214 @@
+"""The ledger: what was captured since the last step, layer by layer, until an optimizer turns it into an update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import BatchError, DualformError
+from dualform.layers import axes
+from dualform.record import audit
+from dualform.record.choose import Chosen
+from dualform.record.columns import Batch
+from dualform.store.encoding import Encoded, encode
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One call of a layer in a forward pass."""
+
+    serial: int
+    batch: Batch | None
+    key: Tensor
+    problem: DualformError | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A visit whose error signal has arrived: slots, copied."""
+
+    serial: int
+    batch: Batch
+    rows: int
+    positions: int
+    keys: Encoded
+    errors: Encoded | None
+
+
+@dataclass
+class Pass:
+    """One backward pass through one layer."""
+
+    task: int
+    before: dict[str, Tensor | None]
+    added: dict[str, Tensor]
+    scale: dict[str, float]
+    calls: list[Call] = field(default_factory=list)
+    counted: set[str] = field(default_factory=set)
+    problem: DualformError | None = None
+
+    def link(self, name: str) -> audit.Link:
+        """What the audit of a parameter needs to know."""
+        return audit.Link(self.before[name], self.added[name], self.scale[name])
+
+
+class LayerLedger:
+    """The backward passes of one layer since its last update."""
+
+    def __init__(self, layer: Chosen, generator: torch.Generator):
+        self.layer = layer
+        self.module = layer.module
+        weight = self.parameters()["weight"]
+        self.d_out, self.d_in = weight.shape
+        self.random = audit.random_columns(self.d_in, self.d_out, weight.dtype, generator)
+        self.passes: list[Pass] = []
+        self.stored: list[Pass] = []
+        """Those that the open step has stored already: weight and bias may belong to different optimizers."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The layer's parameters by their short name."""
+        return {n: p for n in ("weight", "bias") if (p := getattr(self.module, n)) is not None}
+
+    def seen(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter-shaped tensor as the audit sees it, (d_out, k) float64; a copy."""
+        tensor = tensor.detach()
+        if name == "bias":
+            return tensor.double().cpu().reshape(-1, 1).clone()
+        return (tensor @ self.random.to(tensor.device, tensor.dtype)).double().cpu()
+
+    def current(self, task: int) -> Pass:
+        """The pass of a graph task: begun at its first error signal, before anything is added to .grad."""
+        for entry in reversed(self.passes):
+            if entry.task == task:
+                return entry
+        gradients = {name: p.grad for name, p in self.parameters().items()}
+        if all(g is None for g in gradients.values()):
+            self.passes.clear()  # whatever came before was thrown away
+        entry = Pass(
+            task,
+            before={name: None if g is None else self.seen(name, g) for name, g in gradients.items()},
+            added={
+                name: torch.zeros(self.d_out, self.random.shape[1] if name == "weight" else 1, dtype=torch.float64)
+                for name in gradients
+            },
+            scale=dict.fromkeys(gradients, 0.0),
+        )
+        self.passes.append(entry)
+        return entry
+
+    def add(self, entry: Pass, visit: Visit, error: Tensor, layout: axes.Layout, dtype: str, keep: str) -> None:
+        """Add the slots of one call to a pass."""
+        assert visit.batch is not None
+        keys, errors = layout.slots(visit.key.detach()), layout.slots(error.detach())
+        projected = keys @ self.random.to(keys.device, keys.dtype)
+        size = float(torch.linalg.vector_norm(errors))
+        entry.added["weight"] += (errors.T @ projected).double().cpu()
+        entry.scale["weight"] += size * float(torch.linalg.vector_norm(projected))
+        if "bias" in entry.added:
+            entry.added["bias"] += errors.sum(0).double().cpu().unsqueeze(1)
+            entry.scale["bias"] += size * math.sqrt(len(errors))
+        entry.calls.append(
+            Call(
+                visit.serial,
+                visit.batch,
+                layout.rows,
+                layout.positions,
+                encode(keys, dtype),
+                encode(errors, dtype) if keep == "slots" else None,
+            )
+        )
+
+
+class Ledger:
+    """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
+
+    def __init__(
+        self, layers: list[Chosen], *, dtype: str, keep: str, batch_axis: dict[str, int], generator: torch.Generator
+    ):
+        self.layers = [LayerLedger(layer, generator) for layer in layers]
+        self.batch: Batch | None = None
+        self.spent: set[int] = set()
+        """Layers whose update has happened since the last batch() call: new slots there have no rows."""
+        self.calls_since_backward = 0
+        """How many batch() calls there were since the last backward pass."""
+        self.pending = False
+        """Whether gradients have arrived since the last update."""
+        self._dtype, self._keep, self._batch_axis = dtype, keep, batch_axis
+        self._serial = 0
+
+    def begin(self, batch: Batch) -> None:
+        """A new batch() call."""
+        self.batch = batch
+        self.spent.clear()
+        self.calls_since_backward += 1
+
+    def root(self, arguments: object) -> None:
+        """Note where the rows are in the model's own inputs."""
+        if self.batch is not None:
+            for tensor in axes.tensors_in(arguments):
+                axis = axes.rows_axis(tensor, self.batch.rows)
+                if axis is not None:
+                    self.batch.axes.add(axis)
+
+    def forward(self, layer: int, arguments: tuple[tuple[Any, ...], dict[str, Any]], task: int) -> Visit:
+        """A layer is called with gradients on."""
+        entry = self.layers[layer]
+        key = entry.layer.rule.key(arguments)
+        problem: DualformError | None = None
+        if task < 0:
+            for other in self.layers:
+                other.passes = [p for p in other.passes if p.counted]  # autograd.grad: never reached the parameter
+        elif self.calls_since_backward > 1:
+            problem = BatchError(
+                f"layer {entry.layer.name!r} was run again during a backward pass (activation checkpointing) after "
+                f"{self.calls_since_backward} batch() calls, so its rows could be of any of them. Call batch(), forward "
+                f"and backward in turn for each microbatch, or use checkpoint(…, use_reentrant=False)."
+            )
+        if self.batch is None:
+            problem = BatchError(
+                "no recorder.batch() call before this step. Call recorder.batch(sample_id=…, …) with one entry per "
+                "row before each forward pass that is trained on."
+            )
+        elif layer in self.spent:
+            problem = BatchError(
+                f"layer {entry.layer.name!r} was trained on again without a new recorder.batch() call since its last "
+                f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
+            )
+        elif key.dim() > 2:
+            axis = axes.rows_axis(key[..., 0], self.batch.rows)
+            if axis is not None:
+                self.batch.axes.add(axis)
+        self._serial += 1
+        return Visit(self._serial, self.batch, key, problem)
+
+    def backward(self, layer: int, visit: Visit, error: Tensor, task: int) -> None:
+        """An error signal arrives."""
+        self.calls_since_backward = 0
+        ledger = self.layers[layer]
+        entry = ledger.current(task)
+        if visit.problem is not None or visit.batch is None:
+            entry.problem = visit.problem
+            return
+        try:
+            layout = self._layout(ledger, visit)
+        except DualformError as problem:
+            entry.problem = problem
+            return
+        ledger.add(entry, visit, error, layout, self._dtype, self._keep)
+
+    def counted(self, layer: int, parameter: str, task: int) -> None:
+        """A parameter's .grad has been added to: the slots of this pass count for it."""
+        self.pending = True
+        self.layers[layer].current(task).counted.add(parameter)
+
+    def _layout(self, ledger: LayerLedger, visit: Visit) -> axes.Layout:
+        assert visit.batch is not None
+        name, rows, lead = ledger.layer.name, visit.batch.rows, tuple(visit.key.shape[:-1])
+        told = self._batch_axis.get(name)
+        source = axes.flattened_from(visit.key, rows)
+        evidence = visit.batch.axes if source is None else {source}
+        return axes.layout(lead, rows, layer=name, axis=told, evidence=evidence)

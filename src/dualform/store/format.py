@@ -1,0 +1,198 @@
+"""The names and the manifest of a store. The whole format is in README.md, "The store".
+
+No name in a manifest is ever used as a path: folders and files are named by number, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+LOCK = "writer.lock"
+SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
+CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
+
+KEEPS = ("slots", "keys")
+DTYPES = ("float32", "float16", "float64")
+BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One recorded layer: `index` in the list of layers is its number in chunks."""
+
+    name: str
+    kind: str
+    d_in: int
+    d_out: int
+    weight: str
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One recorded parameter: its place in the list is its number in chunks and in updates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the rows: a Polars type by name, per row or per (row, position)."""
+
+    name: str
+    type: str
+    per: str
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must look like: its size, and the checksum of its bytes (of its header, for safetensors)."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A sealed chunk: steps first_step ≤ step < end_step, rows from first_row on, slots by layer number."""
+
+    first_step: int
+    end_step: int
+    first_row: int
+    rows: int
+    slots: tuple[int, ...]
+    files: dict[str, File]
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All weights, buffers and optimizer state after `step` updates."""
+
+    step: int
+    file: File
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a store but its numbers."""
+
+    version: int
+    created_by: str
+    keep: str
+    dtype: str
+    layers: tuple[Layer, ...]
+    parameters: tuple[Parameter, ...]
+    left_out: dict[str, str]
+    batch_axis: dict[str, int]
+    columns: tuple[Column, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    ended: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def end_step(self) -> int:
+        """How many steps are sealed."""
+        return self.chunks[-1].end_step if self.chunks else 0
+
+    def dump(self) -> bytes:
+        """The manifest as JSON, with a checksum over everything else in it."""
+        content = {"format": "dualform", **dataclasses.asdict(self)}
+        return json.dumps({**content, "checksum": _digest(content)}, indent=1).encode()
+
+
+def chunk_name(number: int) -> str:
+    """The folder of a chunk."""
+    return f"chunk-{number:06d}"
+
+
+def snapshot_name(step: int) -> str:
+    """The file of a snapshot."""
+    return f"snapshot-{step:09d}.safetensors"
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """A fast checksum against accidents (not against forgery: nothing in a store can run code anyway)."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a store."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        what = "there is no such folder" if not folder.exists() else f"the folder has no {MANIFEST}"
+        raise StoreMissingError(
+            f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
+        ) from None
+    except (NotADirectoryError, IsADirectoryError):
+        raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreDamagedError(f"{path} is damaged: it is no JSON ({error}).") from None
+    if not isinstance(data, dict) or data.pop("format", None) != "dualform":
+        raise StoreDamagedError(f"{path} is no dualform manifest (its \"format\" is not \"dualform\").")
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise StoreVersionError(
+            f"{folder} was written in format {version}; this version of dualform reads up to {VERSION}. "
+            f"Upgrade: pip install -U dualform."
+        )
+    said = data.pop("checksum", None)
+    if said != _digest({"format": "dualform", **data}):
+        raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
+    try:
+        return _build(Manifest, data)
+    except (TypeError, ValueError, KeyError) as error:
+        raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+T = TypeVar("T")
+
+
+def _build(kind: type[T], data: Any) -> T:
+    """JSON → the dataclass, each value checked against its annotation."""
+    value = _value(kind, data, kind.__name__)
+    assert isinstance(value, kind)
+    return value
+
+
+def _value(kind: Any, data: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(data, dict) or not set(data) <= set(hints):
+            raise ValueError(f"{where} is not as expected")
+        return kind(**{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})  # type: ignore[operator]
+    if origin is tuple and isinstance(data, list):
+        return tuple(_value(inner[0], item, where) for item in data)
+    if origin is dict and isinstance(data, dict):
+        return {str(name): _value(inner[1], item, where) for name, item in data.items()}
+    if origin is types.UnionType:
+        return None if data is None else _value(inner[0], data, where)
+    if kind is int and isinstance(data, int) and not isinstance(data, bool) and data >= 0:
+        return data
+    if kind is str and isinstance(data, str):
+        return data
+    raise ValueError(f"{where} is not as expected")

@@ -1,0 +1,265 @@
+"""The reader: opens a store by its manifest alone, maps chunks into memory, checks every file at its first touch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
+from dualform.store import tables
+from dualform.store.encoding import decode
+from dualform.store.format import (
+    BLOCK_FIELDS,
+    CHUNK_FILES,
+    ROWS,
+    SLOTS,
+    STEPS,
+    UPDATES,
+    File,
+    Layer,
+    Manifest,
+    checksum,
+    chunk_name,
+    load_manifest,
+    snapshot_name,
+)
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Store:
+    """A recording on disk, as far as it is sealed."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.manifest: Manifest = load_manifest(self.folder)
+        for number, chunk in enumerate(self.manifest.chunks):
+            if set(chunk.files) != set(CHUNK_FILES) or len(chunk.slots) != len(self.manifest.layers):
+                raise StoreDamagedError(f"the manifest of {self.folder} is damaged: chunk {number} is not as expected.")
+            for name in CHUNK_FILES:
+                self._check_size(self.folder / chunk_name(number) / name, chunk.files[name])
+        for snapshot in self.manifest.snapshots:
+            self._check_size(self.folder / snapshot_name(snapshot.step), snapshot.file)
+        self._tensors: dict[Path, TensorFile] = {}
+
+    @property
+    def end_step(self) -> int:
+        """How many steps are sealed."""
+        return self.manifest.end_step
+
+    @cached_property
+    def rows(self) -> pl.DataFrame:
+        """The row table: `step` and the user's columns; a row's number is its place."""
+        empty = pl.DataFrame(schema=tables.schema(self.manifest.columns))
+        return pl.concat([empty, *(self._table(n, ROWS) for n in range(len(self.manifest.chunks)))])
+
+    @cached_property
+    def updates(self) -> pl.DataFrame:
+        """One line for each (step, parameter): the optimizer's settings, factors and the audit's residual."""
+        pieces = [self._table(n, UPDATES) for n in range(len(self.manifest.chunks))]
+        return pl.concat(pieces, how="diagonal") if pieces else tables.updates_table([])
+
+    @cached_property
+    def log(self) -> pl.DataFrame:
+        """One line for each step, with what recorder.log() was given."""
+        pieces = [self._table(n, STEPS) for n in range(len(self.manifest.chunks))]
+        return pl.concat(pieces, how="diagonal") if pieces else tables.steps_table([])
+
+    @cached_property
+    def nbytes(self) -> int:
+        """How much disk the store takes."""
+        chunks = sum(file.size for chunk in self.manifest.chunks for file in chunk.files.values())
+        return chunks + sum(snapshot.file.size for snapshot in self.manifest.snapshots)
+
+    def layer(self, name: str) -> tuple[int, Layer]:
+        """The number and description of a layer."""
+        for number, layer in enumerate(self.manifest.layers):
+            if layer.name == name:
+                return number, layer
+        known = ", ".join(repr(layer.name) for layer in self.manifest.layers)
+        why = self.manifest.left_out.get(name)
+        raise UnknownLayerError(
+            f"layer {name!r} was not recorded{f': {why}' if why else ''}. Recorded layers: {known or 'none'}."
+        )
+
+    def slots(self, name: str) -> int:
+        """How many slots a layer has."""
+        number, _ = self.layer(name)
+        return sum(chunk.slots[number] for chunk in self.manifest.chunks)
+
+    def chunks(self, name: str, *, begin_step: int = 0, end_step: int | None = None) -> Iterator[SlotChunk]:
+        """A layer's slots, chunk by chunk in the order of their numbers.
+
+        Chunks that end before begin_step are passed over; slots from end_step on are cut off.
+        """
+        number, layer = self.layer(name)
+        first_slot = 0
+        for place, chunk in enumerate(self.manifest.chunks):
+            if end_step is not None and chunk.first_step >= end_step:
+                return
+            if chunk.slots[number] and chunk.end_step > begin_step:
+                file = self._file(self.folder / chunk_name(place) / SLOTS, chunk.files[SLOTS])
+                yield SlotChunk(file, number, layer, first_slot, chunk.slots[number], end_step)
+            first_slot += chunk.slots[number]
+
+    def gradients(self, parameter: str) -> Tensor | None:
+        """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""
+        number = self.parameter(parameter)
+        pieces = []
+        for place, chunk in enumerate(self.manifest.chunks):
+            file = self._file(self.folder / chunk_name(place) / SLOTS, chunk.files[SLOTS])
+            if f"gradient.{number}" in file:
+                pieces.append(file[f"gradient.{number}"])
+        return torch.cat(pieces) if pieces else None
+
+    def parameter(self, name: str) -> int:
+        """The number of a recorded parameter."""
+        for number, parameter in enumerate(self.manifest.parameters):
+            if parameter.name == name:
+                return number
+        raise UnknownLayerError(f"parameter {name!r} was not recorded.")
+
+    def snapshot_steps(self) -> list[int]:
+        """After how many steps there are snapshots, ascending, as far as the slots are sealed."""
+        return sorted(s.step for s in self.manifest.snapshots if s.step <= self.end_step)
+
+    def snapshot(self, step: int) -> TensorFile:
+        """The weights, buffers and optimizer state after `step` updates."""
+        for snapshot in self.manifest.snapshots:
+            if snapshot.step == step:
+                return self._file(self.folder / snapshot_name(step), snapshot.file)
+        raise NotRecordedError(f"there is no snapshot at step {step}; there are: {self.snapshot_steps()}.")
+
+    def _file(self, path: Path, file: File) -> TensorFile:
+        if path not in self._tensors:
+            self._tensors[path] = TensorFile(path, file)
+        return self._tensors[path]
+
+    def _table(self, number: int, name: str) -> pl.DataFrame:
+        path = self.folder / chunk_name(number) / name
+        data = path.read_bytes()
+        if checksum(data) != self.manifest.chunks[number].files[name].checksum:
+            raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
+        return pl.read_parquet(io.BytesIO(data))
+
+    def _check_size(self, path: Path, file: File) -> None:
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise StoreDamagedError(f"{path} is missing, though the manifest names it.") from None
+        if size != file.size:
+            raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory; header and tensors are checked when they are first touched."""
+
+    def __init__(self, path: Path, file: File):
+        self.path = path
+        with path.open("rb") as handle:
+            length = handle.read(8)
+            size = int.from_bytes(length, "little")
+            header = length + (handle.read(size) if size <= file.size else b"")
+        if checksum(header) != file.checksum:
+            raise StoreDamagedError(f"{path} is damaged: the checksum of its header does not fit the manifest.")
+        try:
+            self._file = safe_open(path, "pt")
+            self._sums: dict[str, str] = self._file.metadata() or {}
+            self._names = set(self._file.keys())
+        except SafetensorError as error:
+            raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+        self._checked: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor, mapped: pages are read as they are used. Do not write to it."""
+        if name not in self._checked:
+            if name not in self._names:
+                raise StoreDamagedError(f"{self.path} is damaged: it has no tensor {name!r}.")
+            tensor: Tensor = self._file.get_tensor(name)
+            if tensor.numel() and checksum(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")) != self._sums.get(name):
+                raise StoreDamagedError(f"{self.path} is damaged: the checksum of {name!r} does not fit.")
+            self._checked[name] = tensor
+        return self._checked[name]
+
+
+@dataclass(frozen=True)
+class SlotChunk:
+    """The slots of one layer in one chunk. Slot i of the chunk has the number first_slot + i in the layer."""
+
+    file: TensorFile
+    number: int
+    layer: Layer
+    first_slot: int
+    stored: int
+    end_step: int | None
+
+    @cached_property
+    def blocks(self) -> Ints:
+        """(blocks, 6): step, backward, call, first_row, rows, positions; up to end_step."""
+        table: Ints = self.file[f"{self.number}.blocks"].numpy()
+        if table.ndim != 2 or table.shape[1] != len(BLOCK_FIELDS) or int((table[:, 4] * table[:, 5]).sum()) != self.stored:
+            raise StoreDamagedError(f"{self.file.path} is damaged: the blocks of {self.layer.name!r} do not add up.")
+        return table if self.end_step is None else table[table[:, 0] < self.end_step]
+
+    @cached_property
+    def counts(self) -> Ints:
+        """(blocks,): how many slots each block has."""
+        counts: Ints = self.blocks[:, 4] * self.blocks[:, 5]
+        return counts
+
+    @cached_property
+    def slots(self) -> int:
+        """How many slots there are, up to end_step."""
+        return int(self.counts.sum())
+
+    def per_slot(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """(blocks,) → (slots,)."""
+        return np.repeat(values, self.counts)
+
+    @cached_property
+    def place(self) -> Ints:
+        """(slots,): the place of each slot within its block."""
+        starts = np.cumsum(self.counts) - self.counts
+        return np.arange(self.slots) - self.per_slot(starts)
+
+    def rows(self) -> Ints:
+        """(slots,): the number of each slot's row."""
+        positions = self.blocks[:, 5]
+        if (positions == 1).all():
+            return self.per_slot(self.blocks[:, 3]) + self.place
+        return self.per_slot(self.blocks[:, 3]) + self.place // self.per_slot(positions)
+
+    def positions(self) -> Ints:
+        """(slots,): each slot's position within its row."""
+        return self.place % self.per_slot(self.blocks[:, 5])
+
+    def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
+        """(slots, d_in), of the slots low to high; a mapped view if the stored type is the one asked for."""
+        return self._vectors("key", dtype, low, high)
+
+    def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
+        """(slots, d_out), of the slots low to high."""
+        return self._vectors("error", dtype, low, high)
+
+    def _vectors(self, name: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
+        here = slice(low, self.slots if high is None else high)
+        data = self.file[f"{self.number}.{name}s"]
+        exponents = f"{self.number}.{name}_exponents"
+        scales = self.file[exponents][here] if exponents in self.file else None
+        return decode(data[here], scales, dtype)

@@ -1,0 +1,70 @@
+"""What the recorder hands to the writer, one step at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dualform.store.encoding import Encoded
+
+ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one batch() call: a scalar stands for all of them; 2-D arrays are (rows, positions)."""
+
+    first_row: int
+    count: int
+    columns: dict[str, ColumnValues]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The slots of one call of a layer in one backward pass, row-major over (row, position)."""
+
+    layer: int
+    backward: int
+    call: int
+    first_row: int
+    rows: int
+    positions: int
+    keys: Encoded
+    errors: Encoded | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step did to one parameter."""
+
+    parameter: int
+    optimizer: str
+    settings: dict[str, float]
+    factors: list[float]
+    """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
+    residual: float
+    """The part of the gradient that the slots do not explain, relative."""
+    gradient: Tensor | None = None
+    """The gradient itself, kept for biases."""
+
+
+@dataclass
+class Step:
+    """Everything recorded in one step."""
+
+    number: int
+    rows: list[Rows] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    log: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds, roughly."""
+        blocks = sum(b.keys.nbytes + (b.errors.nbytes if b.errors else 0) for b in self.blocks)
+        gradients = sum(u.gradient.nbytes for u in self.updates if u.gradient is not None)
+        rows = sum(v.nbytes if isinstance(v, np.ndarray) else 64 * r.count for r in self.rows for v in r.columns.values())
+        return blocks + gradients + rows + 256 * (len(self.blocks) + len(self.updates) + 1)

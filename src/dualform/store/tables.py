@@ -1,0 +1,77 @@
+"""The Parquet tables of a chunk: rows, updates and the scalars of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from dualform.store.format import Column
+from dualform.store.records import ColumnValues, Rows, Step
+
+TYPES: dict[str, pl.DataType] = {
+    "Int64": pl.Int64(),
+    "Float64": pl.Float64(),
+    "String": pl.String(),
+    "Boolean": pl.Boolean(),
+}
+
+
+def schema(columns: Sequence[Column]) -> dict[str, pl.DataType]:
+    """The Polars types of the row table, `step` first."""
+    types: dict[str, pl.DataType] = {"step": pl.Int64()}
+    for column in columns:
+        inner = TYPES[column.type]
+        types[column.name] = inner if column.per == "row" else pl.List(inner)
+    return types
+
+
+def rows_table(steps: Sequence[Step], columns: Sequence[Column]) -> pl.DataFrame:
+    """One line for each row; the number of a row is its place, counted over all chunks."""
+    groups = [(step.number, rows) for step in steps for rows in step.rows]
+    types = schema(columns)
+    table: dict[str, pl.Series] = {
+        "step": pl.Series("step", np.repeat([n for n, _ in groups], [r.count for _, r in groups]), types["step"])
+    }
+    for column in columns:
+        pieces = [_piece(column, rows) for _, rows in groups]
+        table[column.name] = pl.concat(pieces) if pieces else pl.Series(column.name, [], types[column.name])
+    return pl.DataFrame(table, schema=types)
+
+
+def _piece(column: Column, rows: Rows) -> pl.Series:
+    values: ColumnValues = rows.columns[column.name]
+    inner = TYPES[column.type]
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        flat = pl.Series(column.name, values.reshape(-1), inner)
+        return flat.reshape(values.shape).cast(pl.List(inner)) if len(values) else flat.reshape((-1, 1)).cast(pl.List(inner))
+    if isinstance(values, (np.ndarray, list)):
+        return pl.Series(column.name, values, inner)
+    return pl.repeat(values, rows.count, dtype=inner, eager=True).alias(column.name)
+
+
+def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
+    """One line for each (step, parameter) that was updated: the optimizer's settings, factors, residual."""
+    lines = [(step.number, update) for step in steps for update in step.updates]
+    settings = sorted({name for _, update in lines for name in update.settings})
+    table = {
+        "step": pl.Series([n for n, _ in lines], dtype=pl.Int64),
+        "parameter": pl.Series([u.parameter for _, u in lines], dtype=pl.Int64),
+        "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
+        "factors": pl.Series([u.factors for _, u in lines], dtype=pl.List(pl.Float64)),
+        "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
+        "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
+    }
+    for name in settings:
+        table[name] = pl.Series([u.settings.get(name) for _, u in lines], dtype=pl.Float64)
+    return pl.DataFrame(table)
+
+
+def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
+    """One line for each step, with what recorder.log() was given."""
+    names = sorted({name for step in steps for name in step.log})
+    table = {"step": pl.Series([step.number for step in steps], dtype=pl.Int64)}
+    for name in names:
+        table[name] = pl.Series([step.log.get(name) for step in steps], dtype=pl.Float64)
+    return pl.DataFrame(table)

@@ -1,0 +1,300 @@
+"""The writer: collects steps into chunks and seals them, in a thread of its own, with bounded memory.
+
+Order of a seal: files, their folder, its rename, the store's folder, then the manifest that names it. Whatever happens
+in between, the manifest on disk names only what is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import polars as pl
+import safetensors.numpy
+from torch import Tensor
+
+from dualform.errors import StoreExistsError, WriterError
+from dualform.store import tables
+from dualform.store.format import (
+    BLOCK_FIELDS,
+    LOCK,
+    MANIFEST,
+    ROWS,
+    SLOTS,
+    STEPS,
+    UPDATES,
+    Chunk,
+    Column,
+    File,
+    Manifest,
+    Snapshot,
+    checksum,
+    chunk_name,
+    snapshot_name,
+)
+from dualform.store.records import Step
+
+try:
+    import fcntl
+except ImportError:  # Windows: the second writer is then found by the folder's content alone
+    fcntl = None  # type: ignore[assignment]
+
+Array = np.ndarray[Any, Any]
+
+
+class Writer:
+    """Writes one store. Everything but `put`, `snapshot` and `close` happens in the background."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        queue_bytes: int = 256 << 20,
+        chunk_bytes: int = 64 << 20,
+        seal_seconds: float = 30.0,
+    ):
+        self.folder = folder
+        self.manifest = manifest  # changed by the background thread alone
+        self._columns = manifest.columns
+        self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
+        self._lock_file = _lock(folder)
+        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | str | None] = queue.SimpleQueue()
+        self._held = 0
+        self._room = threading.Condition()
+        self._failure: BaseException | None = None
+        self._steps: list[Step] = []
+        self._steps_bytes = 0
+        self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
+        self._sealed_at = time.monotonic()
+        self._publish(manifest)
+        self._thread = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, step: Step, columns: Sequence[Column]) -> None:
+        """Hand over a step; waits while more than queue_bytes are on their way to the disk."""
+        self._columns = tuple(columns)
+        self._hold(step.nbytes)
+        self._inbox.put(step)
+
+    def snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Hand over all weights and optimizer state after `step` updates; the tensors must be copies."""
+        self._hold(sum(t.nbytes for t in tensors.values()))
+        self._inbox.put((step, tensors))
+
+    def close(self, ended: str) -> None:
+        """Seal what is there, write down how it ended, and stop."""
+        if not self._thread.is_alive() and self._lock_file is None:
+            return
+        self._inbox.put(ended)
+        self._thread.join()
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did."""
+        if self._failure is not None:
+            raise WriterError(
+                f"writing {self.folder} failed: {self._failure}. The store holds what was sealed before, up to step "
+                f"{self.manifest.end_step}; it opens with dualform.open()."
+            ) from self._failure
+
+    def _hold(self, nbytes: int) -> None:
+        with self._room:
+            while self._failure is None and self._held and self._held + nbytes > self._queue_bytes:
+                self._inbox.put(None)  # seal what there is: there may be less than a chunk
+                self._room.wait()
+            self._held += nbytes
+        self.check()
+
+    def _release(self, nbytes: int) -> None:
+        with self._room:
+            self._held -= nbytes
+            self._room.notify_all()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                item = self._inbox.get()
+                if isinstance(item, str):
+                    self._seal(ended=item)
+                    return
+                if isinstance(item, Step):
+                    self._steps.append(item)
+                    self._steps_bytes += item.nbytes
+                    late = time.monotonic() - self._sealed_at > self._seal_seconds
+                    if self._steps_bytes >= self._chunk_bytes or late:
+                        self._seal()
+                elif item is None:
+                    self._seal()
+                else:
+                    self._seal()
+                    self._write_snapshot(*item)
+                    self._release(sum(t.nbytes for t in item[1].values()))
+        except BaseException as failure:
+            with self._room:
+                self._failure = failure
+                self._room.notify_all()
+
+    def _seal(self, ended: str | None = None) -> None:
+        if not self._steps and ended is None:
+            return
+        manifest = replace(self.manifest, columns=self._columns, ended=ended)
+        if self._steps:
+            chunk = self._write_chunk(len(manifest.chunks), self._columns)
+            manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
+        self._publish(manifest)
+        self._release(self._steps_bytes)
+        self._steps, self._steps_bytes, self._sealed_at = [], 0, time.monotonic()
+
+    def _write_chunk(self, number: int, columns: Sequence[Column]) -> Chunk:
+        steps = self._steps
+        unfinished = self.folder / f".{chunk_name(number)}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        rows = tables.rows_table(steps, columns)
+        tensors, slots = _slot_tensors(steps, len(self.manifest.layers))
+        files = {SLOTS: _write_tensors(unfinished / SLOTS, tensors)}
+        for name, table in (
+            (ROWS, rows),
+            (UPDATES, tables.updates_table(steps)),
+            (STEPS, tables.steps_table(steps)),
+        ):
+            files[name] = _write_table(unfinished / name, table)
+        _flush_folder(unfinished)
+        unfinished.rename(self.folder / chunk_name(number))
+        first_row, self._next_row = self._next_row, self._next_row + rows.height
+        return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, files)
+
+    def _write_snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
+        name = snapshot_name(step)
+        file = _write_tensors(self.folder / f".{name}", {key: t.numpy() for key, t in tensors.items()})
+        (self.folder / f".{name}").replace(self.folder / name)
+        kept = tuple(s for s in self.manifest.snapshots if s.step != step)
+        self._publish(replace(self.manifest, snapshots=(*kept, Snapshot(step, file))))
+
+    def _publish(self, manifest: Manifest) -> None:
+        _flush_folder(self.folder)
+        unfinished = self.folder / f".{MANIFEST}"
+        with unfinished.open("wb") as file:
+            file.write(manifest.dump())
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self.folder / MANIFEST)
+        _flush_folder(self.folder)
+        self.manifest = manifest
+
+
+def _slot_tensors(steps: Sequence[Step], layers: int) -> tuple[dict[str, Array], tuple[int, ...]]:
+    tensors: dict[str, Array] = {}
+    slots = []
+    for layer in range(layers):
+        blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
+        slots.append(sum(block.rows * block.positions for _, block in blocks))
+        if not blocks:
+            continue
+        table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
+        tensors[f"{layer}.blocks"] = np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))
+        tensors.update(_vectors(f"{layer}.key", [b.keys for _, b in blocks]))
+        tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
+    gradients: dict[str, list[Array]] = {}
+    for step in steps:
+        for update in step.updates:
+            if update.gradient is not None:
+                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy())
+    tensors.update({name: np.stack(pieces) for name, pieces in gradients.items()})
+    return tensors, tuple(slots)
+
+
+def _vectors(name: str, pieces: Sequence[Any]) -> dict[str, Array]:
+    if not pieces:
+        return {}
+    tensors = {f"{name}s": np.concatenate([piece.data.numpy() for piece in pieces])}
+    if pieces[0].exponents is not None:
+        tensors[f"{name}_exponents"] = np.concatenate([piece.exponents.numpy() for piece in pieces])
+    return tensors
+
+
+def _write_tensors(path: Path, tensors: dict[str, Array]) -> File:
+    """A safetensors file whose header holds each tensor's checksum; the manifest holds the header's."""
+    sums = {name: checksum(memoryview(np.ascontiguousarray(a)).cast("B")) if a.size else "" for name, a in tensors.items()}
+    safetensors.numpy.save_file(tensors, path, metadata=sums)
+    _flush_file(path)
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = length + file.read(int.from_bytes(length, "little"))
+    return File(path.stat().st_size, checksum(header))
+
+
+def _write_table(path: Path, table: pl.DataFrame) -> File:
+    table.write_parquet(path, compression="zstd", statistics=False)
+    _flush_file(path)
+    return File(path.stat().st_size, checksum(path.read_bytes()))
+
+
+def _flush_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> TextIO | None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        return None
+    file = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise StoreExistsError(
+            f"{folder} is being written by another recorder (it holds {LOCK}). Record into another folder, or wait."
+        ) from None
+    return file
+
+
+def prepare(folder: Path, *, overwrite: bool) -> None:
+    """Make room for a new store, or say why not. Only a recording is ever overwritten."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
+    if not any(folder.iterdir()):
+        return
+    if not (folder / MANIFEST).exists():
+        raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
+    if not overwrite:
+        raise StoreExistsError(
+            f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
+        )
+    lock = _lock(folder)
+    try:
+        (folder / MANIFEST).unlink()
+        for path in folder.iterdir():
+            if path.name == LOCK:
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        if lock is not None:
+            lock.close()
+
+
