@@ -37,6 +37,8 @@ class Layout:
 
     def slots(self, tensor: Tensor) -> Tensor:
         """(*lead, features) → (rows × positions, features), row-major; a view where possible."""
+        if tensor.dim() == 2 and len(self.split) == 1:
+            return tensor
         features = tensor.shape[-1]
         if not self.split:
             return tensor.reshape(1, features)

@@ -10,9 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Seen = np.ndarray[Any, np.dtype[np.float64]]
+"""A parameter-shaped tensor seen through R: (d_out × k,)."""
 
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
@@ -24,10 +29,10 @@ SLACK = 64.0
 class Link:
     """One backward pass, as seen through R: what was in .grad before it, and what its slots say was added."""
 
-    before: Tensor | None
-    """grad @ R before this pass added to it, (d_out, k) float64; None: there was no gradient."""
-    added: Tensor
-    """Σ error_signal ⊗ (key · R), (d_out, k) float64."""
+    before: Seen | None
+    """grad @ R before this pass added to it; None: there was no gradient."""
+    added: Seen
+    """Σ error_signal ⊗ (key · R)."""
     scale: float
     """A bound on the sum of the absolute terms of `added`."""
 
@@ -53,20 +58,20 @@ def random_columns(d_in: int, d_out: int, dtype: torch.dtype, generator: torch.G
     return (2 * signs - 1).to(dtype)
 
 
-def explain(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+def explain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     """Find the factor of each backward pass. seen: the gradient at the step, @ R."""
     verdict = _chain(links, seen, roundoff)
-    if not verdict.explained and 1 < len(links) <= seen.numel() // 2:
+    if not verdict.explained and 1 < len(links) <= seen.size // 2:
         free = _least_squares(links, seen, roundoff)
         if free.explained:
             return free
     return verdict
 
 
-def _chain(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     """One number for each link: .grad is scaled as a whole between backward passes."""
     factors: list[float] = []
-    expected = torch.zeros_like(seen)
+    expected = np.zeros_like(seen)
     scale = 0.0
     for link in links:
         ratio = 0.0 if link.before is None else _ratio(link.before, expected, scale, roundoff)[0]
@@ -78,28 +83,27 @@ def _chain(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
     return _verdict(factors, seen, expected * ratio, scale * abs(ratio), roundoff, determined)
 
 
-def _least_squares(links: Sequence[Link], seen: Tensor, roundoff: float) -> Verdict:
+def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
-    terms = torch.stack([link.added.reshape(-1) for link in links], dim=1)
-    size = float(terms.norm())
-    if not math.isfinite(size) or size == 0 or not bool(torch.isfinite(seen).all()):
-        return _verdict([0.0] * len(links), seen, torch.zeros_like(seen), 0.0, roundoff, False)
-    solution = torch.linalg.lstsq(terms, seen.reshape(-1, 1), driver="gelsd").solution[:, 0]
+    terms = np.stack([link.added for link in links], axis=1)
+    if not np.isfinite(terms).all() or not np.isfinite(seen).all():
+        return _verdict([0.0] * len(links), seen, np.zeros_like(seen), 0.0, roundoff, False)
+    solution = np.linalg.lstsq(terms, seen, rcond=None)[0]
     factors: list[float] = solution.tolist()
     scale = sum(abs(f) * link.scale for f, link in zip(factors, links, strict=True))
-    return _verdict(factors, seen, (terms @ solution).reshape(seen.shape), scale, roundoff, True)
+    return _verdict(factors, seen, terms @ solution, scale, roundoff, True)
 
 
-def _ratio(after: Tensor, expected: Tensor, scale: float, roundoff: float) -> tuple[float, bool]:
+def _ratio(after: Seen, expected: Seen, scale: float, roundoff: float) -> tuple[float, bool]:
     """The number by which `expected` was multiplied, and whether it stands above the rounding."""
-    size = float(expected.norm())
+    size = _norm(expected)
     if not math.isfinite(size) or size == 0:
         return 1.0, False
-    if not bool(after.any()):
+    if not after.any():
         return 0.0, True
     if size <= SLACK * roundoff * scale:
         return 1.0, False
-    ratio = float((after * expected).sum()) / size**2
+    ratio = float(after @ expected) / size**2
     if abs(ratio - 1) <= 16 * roundoff:
         return 1.0, True
     if abs(ratio) * size <= SLACK * roundoff * scale:
@@ -108,10 +112,14 @@ def _ratio(after: Tensor, expected: Tensor, scale: float, roundoff: float) -> tu
 
 
 def _verdict(
-    factors: list[float], seen: Tensor, expected: Tensor, scale: float, roundoff: float, determined: bool
+    factors: list[float], seen: Seen, expected: Seen, scale: float, roundoff: float, determined: bool
 ) -> Verdict:
-    size, rest = float(seen.norm()), float((seen - expected).norm())
+    size, rest = _norm(seen), _norm(seen - expected)
     if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
         return Verdict(factors, math.nan, True, False)
     explained = rest <= SLACK * roundoff * max(scale, size)
     return Verdict(factors, rest / size if size else 0.0, explained, determined)
+
+
+def _norm(vector: Seen) -> float:
+    return math.sqrt(float(vector @ vector))

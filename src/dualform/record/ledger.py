@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +15,16 @@ from dualform.layers import axes
 from dualform.record import audit
 from dualform.record.choose import Chosen
 from dualform.record.columns import Batch
-from dualform.store.encoding import Encoded, encode
+from dualform.store.encoding import Encoded, Pool, encode
+
+
+@dataclass(frozen=True)
+class StoreAs:
+    """What is kept of a slot, and how."""
+
+    dtype: str
+    keep: str
+    pool: Pool
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class Pass:
     """One backward pass through one layer."""
 
     task: int
-    before: dict[str, Tensor | None]
-    added: dict[str, Tensor]
+    before: dict[str, audit.Seen | None]
+    added: dict[str, audit.Seen]
     scale: dict[str, float]
     calls: list[Call] = field(default_factory=list)
     counted: set[str] = field(default_factory=set)
@@ -54,6 +64,47 @@ class Pass:
     def link(self, name: str) -> audit.Link:
         """What the audit of a parameter needs to know."""
         return audit.Link(self.before[name], self.added[name], self.scale[name])
+
+
+PARTS = 8
+"""Between steps, one part in so many of a weight is looked at, another one each time."""
+
+
+class Watched:
+    """What a parameter looked like after its last update: has anything else changed it since?
+
+    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a
+    weight, an eighth of the rows is compared each time, so an edit of the whole weight never passes.
+    """
+
+    def __init__(self, ledger: LayerLedger, name: str, parameter: Tensor):
+        self._ledger, self._name, self._turn = ledger, name, 0
+        self.remember(parameter)
+
+    def remember(self, parameter: Tensor) -> None:
+        """The parameter has just been updated."""
+        self._seen = self._ledger.seen(self._name, parameter)
+        self._mark = (parameter._version, parameter.data_ptr())
+
+    def changed(self, parameter: Tensor) -> bool:
+        """Whether it is no longer what it was."""
+        rows = slice(None)
+        if self._name == "weight" and self._mark == (parameter._version, parameter.data_ptr()):
+            size = -(-len(parameter) // PARTS)
+            rows = slice(self._turn * size, (self._turn + 1) * size)
+            self._turn = (self._turn + 1) % -(-len(parameter) // size)
+        known = self._seen.reshape(len(parameter), -1)[rows].reshape(-1)
+        now = self._ledger.seen(self._name, parameter.detach()[rows])
+        if np.array_equal(now, known, equal_nan=True):
+            return False
+        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+        bound = math.sqrt(parameter[0].numel()) * float(np.linalg.norm(known)) * roundoff(parameter)
+        return not np.linalg.norm(now - known) <= audit.SLACK * bound
+
+
+def roundoff(tensor: Tensor) -> float:
+    """The unit roundoff of a tensor's type."""
+    return torch.finfo(tensor.dtype).eps / 2
 
 
 class LayerLedger:
@@ -65,6 +116,8 @@ class LayerLedger:
         weight = self.parameters()["weight"]
         self.d_out, self.d_in = weight.shape
         self.random = audit.random_columns(self.d_in, self.d_out, weight.dtype, generator)
+        self.columns = self.random.shape[1]
+        self.watched = {name: Watched(self, name, p) for name, p in self.parameters().items()}
         self.passes: list[Pass] = []
         self.stored: list[Pass] = []
         """Those that the open step has stored already: weight and bias may belong to different optimizers."""
@@ -73,12 +126,13 @@ class LayerLedger:
         """The layer's parameters by their short name."""
         return {n: p for n in ("weight", "bias") if (p := getattr(self.module, n)) is not None}
 
-    def seen(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter-shaped tensor as the audit sees it, (d_out, k) float64; a copy."""
+    def seen(self, name: str, tensor: Tensor) -> audit.Seen:
+        """A parameter-shaped tensor as the audit sees it; a copy."""
         tensor = tensor.detach()
-        if name == "bias":
-            return tensor.double().cpu().reshape(-1, 1).clone()
-        return (tensor @ self.random.to(tensor.device, tensor.dtype)).double().cpu()
+        if name == "weight":
+            tensor = tensor @ self.random.to(tensor.device, tensor.dtype)
+        seen: audit.Seen = tensor.cpu().numpy().astype(np.float64).reshape(-1)
+        return seen
 
     def current(self, task: int) -> Pass:
         """The pass of a graph task: begun at its first error signal, before anything is added to .grad."""
@@ -92,24 +146,26 @@ class LayerLedger:
             task,
             before={name: None if g is None else self.seen(name, g) for name, g in gradients.items()},
             added={
-                name: torch.zeros(self.d_out, self.random.shape[1] if name == "weight" else 1, dtype=torch.float64)
-                for name in gradients
+                name: np.zeros(self.d_out * (self.columns if name == "weight" else 1)) for name in gradients
             },
             scale=dict.fromkeys(gradients, 0.0),
         )
         self.passes.append(entry)
         return entry
 
-    def add(self, entry: Pass, visit: Visit, error: Tensor, layout: axes.Layout, dtype: str, keep: str) -> None:
+    def add(self, entry: Pass, visit: Visit, error: Tensor, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call to a pass."""
         assert visit.batch is not None
         keys, errors = layout.slots(visit.key.detach()), layout.slots(error.detach())
-        projected = keys @ self.random.to(keys.device, keys.dtype)
-        size = float(torch.linalg.vector_norm(errors))
-        entry.added["weight"] += (errors.T @ projected).double().cpu()
-        entry.scale["weight"] += size * float(torch.linalg.vector_norm(projected))
+        projected = keys.new_ones(len(keys), self.columns + 1)  # its last column is the key of the bias
+        projected[:, :-1] = keys @ self.random.to(keys.device, keys.dtype)
+        added = (projected.T @ errors).cpu().numpy()
+        norms = torch.linalg.vector_norm(errors, dim=1)
+        size = _norm(norms)
+        entry.added["weight"] += added[:-1].T.reshape(-1)
+        entry.scale["weight"] += size * _norm(projected)
         if "bias" in entry.added:
-            entry.added["bias"] += errors.sum(0).double().cpu().unsqueeze(1)
+            entry.added["bias"] += added[-1]
             entry.scale["bias"] += size * math.sqrt(len(errors))
         entry.calls.append(
             Call(
@@ -117,17 +173,22 @@ class LayerLedger:
                 visit.batch,
                 layout.rows,
                 layout.positions,
-                encode(keys, dtype),
-                encode(errors, dtype) if keep == "slots" else None,
+                encode(keys, store_as.dtype, store_as.pool),
+                encode(errors, store_as.dtype, store_as.pool, norms) if store_as.keep == "slots" else None,
             )
         )
+
+
+def _norm(tensor: Tensor) -> float:
+    flat = tensor.reshape(-1)
+    return math.sqrt(float(flat @ flat))
 
 
 class Ledger:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
 
     def __init__(
-        self, layers: list[Chosen], *, dtype: str, keep: str, batch_axis: dict[str, int], generator: torch.Generator
+        self, layers: list[Chosen], *, store_as: StoreAs, batch_axis: dict[str, int], generator: torch.Generator
     ):
         self.layers = [LayerLedger(layer, generator) for layer in layers]
         self.batch: Batch | None = None
@@ -137,7 +198,7 @@ class Ledger:
         """How many batch() calls there were since the last backward pass."""
         self.pending = False
         """Whether gradients have arrived since the last update."""
-        self._dtype, self._keep, self._batch_axis = dtype, keep, batch_axis
+        self._store_as, self._batch_axis = store_as, batch_axis
         self._serial = 0
 
     def begin(self, batch: Batch) -> None:
@@ -198,7 +259,7 @@ class Ledger:
         except DualformError as problem:
             entry.problem = problem
             return
-        ledger.add(entry, visit, error, layout, self._dtype, self._keep)
+        ledger.add(entry, visit, error, layout, self._store_as)
 
     def counted(self, layer: int, parameter: str, task: int) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +21,10 @@ from dualform.record import audit, optimizers
 from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, choose
 from dualform.record.columns import Batch, read_batch
-from dualform.record.ledger import Ledger, Pass
+from dualform.record.ledger import Ledger, Pass, StoreAs, Watched, roundoff
 from dualform.store import format as store
 from dualform.store import records
+from dualform.store.encoding import Pool
 from dualform.store.writer import Writer, prepare
 from dualform.version import __version__
 
@@ -111,7 +111,8 @@ class Recorder:
         self.path = folder
         self._model, self._optimizers, self._keep = model, optimizer, keep
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
-        self._ledger = Ledger(chosen, dtype=dtype, keep=keep, batch_axis=batch_axis, generator=generator)
+        store_as = StoreAs(dtype, keep, Pool(queue_bytes))
+        self._ledger = Ledger(chosen, store_as=store_as, batch_axis=batch_axis, generator=generator)
         self._places: dict[int, _Place] = {}
         described, parameters = [], []
         for number, layer in enumerate(chosen):
@@ -137,7 +138,7 @@ class Recorder:
             left_out=left_out,
             batch_axis=batch_axis,
         )
-        self._writer = Writer(folder, manifest, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
+        self._writer = Writer(folder, manifest, store_as.pool, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
         self._chunk_bytes = chunk_bytes
         self._columns: tuple[store.Column, ...] | None = None
         self._batches = 0
@@ -150,9 +151,9 @@ class Recorder:
         self._early_log: dict[str, float] = {}
         self._since_snapshot = 0
         self._closed = False
-        self._watched: dict[int, Tensor] = {}
-        self._writer.snapshot(0, self._weights())
-        self._watch()
+        weights = self._weights()
+        self._snapshot_bytes = sum(t.nbytes for t in weights.values())
+        self._writer.snapshot(0, weights)
         self._capture = Capture(model, chosen, self._ledger)
         self._handles = [
             handle
@@ -252,7 +253,8 @@ class Recorder:
     def _after_step(self, number: int) -> Callable[..., None]:
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._updating = False
-            self._watch(number)
+            for place, parameter, _ in self._recorded([number]):
+                self._watched(place).remember(parameter)
 
         return hook
 
@@ -274,29 +276,27 @@ class Recorder:
             self._open.log.update(self._early_log)
             self._early_log.clear()
             self._next_step += 1
-        self._open.updates.extend(self._updates(self._optimizers[number]))
+        self._open.updates.extend(self._updates(number))
         self._stepped.add(number)
         self._updating = True
         self._ledger.pending = False
 
-    def _updates(self, optimizer: Optimizer) -> list[records.Update]:
+    def _updates(self, number: int) -> list[records.Update]:
         """The update of each recorded parameter of an optimizer; stores the backward passes that take part."""
+        optimizer = self._optimizers[number]
         replay = optimizers.replay_for(optimizer)
         audited: list[tuple[_Place, Tensor, list[Pass], audit.Verdict, dict[str, float]]] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                place = self._places.get(id(parameter))
-                if place is None or parameter.grad is None:
-                    continue
-                ledger = self._ledger.layers[place.layer]
-                passes = [p for p in (*ledger.stored, *ledger.passes) if place.short in p.counted]
-                seen = ledger.seen(place.short, parameter.grad)
-                roundoff = torch.finfo(parameter.dtype).eps / 2
-                verdict = audit.explain([p.link(place.short) for p in passes], seen, roundoff)
-                if not verdict.explained:
-                    self._unexplained(place, verdict, passes)
-                settings = replay.settings(group, optimizer.state.get(parameter, {})) if replay else {}
-                audited.append((place, parameter.grad, passes, verdict, settings))
+        for place, parameter, group in self._recorded([number]):
+            if parameter.grad is None:
+                continue
+            ledger = self._ledger.layers[place.layer]
+            passes = [p for p in (*ledger.stored, *ledger.passes) if place.short in p.counted]
+            seen = ledger.seen(place.short, parameter.grad)
+            verdict = audit.explain([p.link(place.short) for p in passes], seen, roundoff(parameter))
+            if not verdict.explained:
+                self._unexplained(place, verdict, passes)
+            settings = replay.settings(group, optimizer.state.get(parameter, {})) if replay else {}
+            audited.append((place, parameter.grad, passes, verdict, settings))
         common = self._common_factor([verdict for *_, verdict, _ in audited])
         factors: list[dict[int, float]] = []
         for _, _, passes, verdict, _ in audited:
@@ -366,36 +366,23 @@ class Recorder:
 
     # The weights themselves
 
-    def _watch(self, number: int | None = None) -> None:
-        """Remember what the weights look like through R, after an update."""
-        for one in self._optimizers if number is None else [self._optimizers[number]]:
-            for group in one.param_groups:
+    def _recorded(self, numbers: Iterable[int]) -> Iterator[tuple[_Place, nn.Parameter, dict[str, Any]]]:
+        """The recorded parameters of some optimizers, with their groups."""
+        for number in numbers:
+            for group in self._optimizers[number].param_groups:
                 for parameter in group["params"]:
                     place = self._places.get(id(parameter))
                     if place is not None:
-                        self._watched[id(parameter)] = self._look(place, parameter)
+                        yield place, parameter, group
 
-    def _look(self, place: _Place, parameter: Tensor) -> Tensor:
-        return self._ledger.layers[place.layer].seen(place.short, parameter)
+    def _watched(self, place: _Place) -> Watched:
+        return self._ledger.layers[place.layer].watched[place.short]
 
     def _moved(self) -> str | None:
         """The name of a parameter that changed since its last update, or None."""
-        for one in self._optimizers:
-            for group in one.param_groups:
-                for parameter in group["params"]:
-                    place = self._places.get(id(parameter))
-                    known = self._watched.get(id(parameter))
-                    if place is None or known is None:
-                        continue
-                    now = self._look(place, parameter)
-                    if torch.equal(now, known):
-                        continue
-                    size = math.sqrt(parameter.shape[-1]) * float(torch.linalg.vector_norm(parameter.detach()))
-                    roundoff = torch.finfo(parameter.dtype).eps / 2
-                    if not float((now - known).norm()) <= audit.SLACK * roundoff * size:
-                        both_lost = bool(now.isnan().any()) and bool(known.isnan().any())
-                        if not both_lost:
-                            return place.name
+        for place, parameter, _ in self._recorded(range(len(self._optimizers))):
+            if self._watched(place).changed(parameter):
+                return place.name
         return None
 
     def _finish_step(self) -> None:
@@ -405,8 +392,7 @@ class Recorder:
         step, self._open = self._open, None
         self._since_snapshot += step.nbytes
         self._writer.put(step, self._columns or ())
-        weights_bytes = sum(t.nbytes for t in self._model.state_dict().values()) if self._since_snapshot else 0
-        if self._since_snapshot >= max(SNAPSHOT_SHARE * weights_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes):
+        if self._since_snapshot >= max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes):
             self._writer.snapshot(step.number + 1, self._weights())
             self._since_snapshot = 0
 
@@ -417,15 +403,13 @@ class Recorder:
             for name, value in self._model.state_dict().items()
             if isinstance(value, Tensor)
         }
-        for one in self._optimizers:
-            replay = optimizers.replay_for(one)
-            for group in one.param_groups if replay else ():
-                for parameter in group["params"]:
-                    place = self._places.get(id(parameter))
-                    for name in replay.state if replay and place else ():
-                        value = one.state.get(parameter, {}).get(name)
-                        if isinstance(value, Tensor) and place is not None:
-                            tensors[f"state.{place.name}.{name}"] = value.detach().cpu().clone().contiguous()
+        for number, optimizer in enumerate(self._optimizers):
+            replay = optimizers.replay_for(optimizer)
+            for place, parameter, _ in self._recorded([number]) if replay else ():
+                for name in replay.state if replay else ():
+                    value = optimizer.state.get(parameter, {}).get(name)
+                    if isinstance(value, Tensor):
+                        tensors[f"state.{place.name}.{name}"] = value.detach().cpu().clone().contiguous()
         return tensors
 
 

@@ -192,7 +192,7 @@ class TensorFile:
             if name not in self._names:
                 raise StoreDamagedError(f"{self.path} is damaged: it has no tensor {name!r}.")
             tensor: Tensor = self._file.get_tensor(name)
-            if tensor.numel() and checksum(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")) != self._sums.get(name):
+            if checksum(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())) != self._sums.get(name):
                 raise StoreDamagedError(f"{self.path} is damaged: the checksum of {name!r} does not fit.")
             self._checked[name] = tensor
         return self._checked[name]

@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import polars as pl
-import safetensors.numpy
 from torch import Tensor
 
 from dualform.errors import StoreExistsError, WriterError
 from dualform.store import tables
+from dualform.store.encoding import Encoded, Pool
 from dualform.store.format import (
     BLOCK_FIELDS,
     LOCK,
@@ -41,13 +41,12 @@ from dualform.store.format import (
     snapshot_name,
 )
 from dualform.store.records import Step
+from dualform.store.safe import Pieces, write_tensors
 
 try:
     import fcntl
 except ImportError:  # Windows: the second writer is then found by the folder's content alone
     fcntl = None  # type: ignore[assignment]
-
-Array = np.ndarray[Any, Any]
 
 
 class Writer:
@@ -57,6 +56,7 @@ class Writer:
         self,
         folder: Path,
         manifest: Manifest,
+        pool: Pool,
         *,
         queue_bytes: int = 256 << 20,
         chunk_bytes: int = 64 << 20,
@@ -67,6 +67,7 @@ class Writer:
         self._columns = manifest.columns
         self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
         self._lock_file = _lock(folder)
+        self._pool = pool
         self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | str | None] = queue.SimpleQueue()
         self._held = 0
         self._room = threading.Condition()
@@ -154,6 +155,11 @@ class Writer:
             chunk = self._write_chunk(len(manifest.chunks), self._columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
         self._publish(manifest)
+        for step in self._steps:
+            for block in step.blocks:
+                self._pool.give(block.keys.data)
+                if block.errors is not None:
+                    self._pool.give(block.errors.data)
         self._release(self._steps_bytes)
         self._steps, self._steps_bytes, self._sealed_at = [], 0, time.monotonic()
 
@@ -164,7 +170,7 @@ class Writer:
         unfinished.mkdir()
         rows = tables.rows_table(steps, columns)
         tensors, slots = _slot_tensors(steps, len(self.manifest.layers))
-        files = {SLOTS: _write_tensors(unfinished / SLOTS, tensors)}
+        files = {SLOTS: write_tensors(unfinished / SLOTS, tensors)}
         for name, table in (
             (ROWS, rows),
             (UPDATES, tables.updates_table(steps)),
@@ -178,7 +184,7 @@ class Writer:
 
     def _write_snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
         name = snapshot_name(step)
-        file = _write_tensors(self.folder / f".{name}", {key: t.numpy() for key, t in tensors.items()})
+        file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()})
         (self.folder / f".{name}").replace(self.folder / name)
         kept = tuple(s for s in self.manifest.snapshots if s.step != step)
         self._publish(replace(self.manifest, snapshots=(*kept, Snapshot(step, file))))
@@ -195,8 +201,8 @@ class Writer:
         self.manifest = manifest
 
 
-def _slot_tensors(steps: Sequence[Step], layers: int) -> tuple[dict[str, Array], tuple[int, ...]]:
-    tensors: dict[str, Array] = {}
+def _slot_tensors(steps: Sequence[Step], layers: int) -> tuple[dict[str, Pieces], tuple[int, ...]]:
+    tensors: dict[str, Pieces] = {}
     slots = []
     for layer in range(layers):
         blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
@@ -204,36 +210,24 @@ def _slot_tensors(steps: Sequence[Step], layers: int) -> tuple[dict[str, Array],
         if not blocks:
             continue
         table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
-        tensors[f"{layer}.blocks"] = np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))
+        tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
         tensors.update(_vectors(f"{layer}.key", [b.keys for _, b in blocks]))
         tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
-    gradients: dict[str, list[Array]] = {}
     for step in steps:
         for update in step.updates:
             if update.gradient is not None:
-                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy())
-    tensors.update({name: np.stack(pieces) for name, pieces in gradients.items()})
+                pieces = tensors.setdefault(f"gradient.{update.parameter}", [])
+                pieces.append(update.gradient.numpy()[None])
     return tensors, tuple(slots)
 
 
-def _vectors(name: str, pieces: Sequence[Any]) -> dict[str, Array]:
-    if not pieces:
+def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Pieces]:
+    if not vectors:
         return {}
-    tensors = {f"{name}s": np.concatenate([piece.data.numpy() for piece in pieces])}
-    if pieces[0].exponents is not None:
-        tensors[f"{name}_exponents"] = np.concatenate([piece.exponents.numpy() for piece in pieces])
+    tensors = {f"{name}s": [v.data.numpy() for v in vectors]}
+    if vectors[0].exponents is not None:
+        tensors[f"{name}_exponents"] = [v.exponents.numpy() for v in vectors if v.exponents is not None]
     return tensors
-
-
-def _write_tensors(path: Path, tensors: dict[str, Array]) -> File:
-    """A safetensors file whose header holds each tensor's checksum; the manifest holds the header's."""
-    sums = {name: checksum(memoryview(np.ascontiguousarray(a)).cast("B")) if a.size else "" for name, a in tensors.items()}
-    safetensors.numpy.save_file(tensors, path, metadata=sums)
-    _flush_file(path)
-    with path.open("rb") as file:
-        length = file.read(8)
-        header = length + file.read(int.from_bytes(length, "little"))
-    return File(path.stat().st_size, checksum(header))
 
 
 def _write_table(path: Path, table: pl.DataFrame) -> File:
