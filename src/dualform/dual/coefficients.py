@@ -59,7 +59,7 @@ def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | Non
     if len(kinds) > 1:
         raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
     kind = kinds[0] if kinds else "sgd"
-    fixed = {"step", "parameter", "optimizer", "factors", "residual", "gradient_kept"}
+    fixed = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
     settings = {name: updates[name].to_numpy().astype(np.float64) for name in updates.columns if name not in fixed}
     replayed = RECURSIONS[kind](settings, len(steps)) if len(steps) else Replayed(1.0, {}, np.zeros(0))
     return Coefficients(begin, end, steps, replayed, _factors(updates["factors"]))

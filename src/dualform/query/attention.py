@@ -23,6 +23,7 @@ class LayerAttention(Answer):
         examples, positions, _ = queries.shape
         super().__init__(store, layer, end, {"query": examples, "position": positions}, dtype)
         self.queries = queries
+        self._stored: tuple[slice, Tensor] | None = None
         self._flat = queries.reshape(-1, queries.shape[-1]).to("cpu", dtype)
 
     def __repr__(self) -> str:
@@ -33,4 +34,17 @@ class LayerAttention(Answer):
         return self._scores(where)
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
-        return self._flat[queries] @ chunk.keys(self._dtype, low, high).T
+        if chunk.key_numbers is None:
+            return self._flat[queries] @ chunk.keys(self._dtype, low, high).T
+        return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
+
+    def _query_blocks(self, width: int) -> Iterator[slice]:
+        equal = self._store.has_equal_keys(self.layer.name)
+        return super()._query_blocks(max(width, self._store.key_count(self.layer.name) if equal else 0))
+
+    def _of_stored_keys(self, queries: slice) -> Tensor:
+        """The weights of all stored keys, (queries, keys): equal keys are multiplied once, however often visited."""
+        if self._stored is None or self._stored[0] != queries:
+            keys = self._store.distinct_keys(self.layer.name, self._dtype)
+            self._stored = queries, torch.cat([self._flat[queries] @ some.T for _, some in keys], dim=1)
+        return self._stored[1]

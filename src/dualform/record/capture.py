@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualform.record.choose import Chosen
-
 
 class Listener(Protocol):
     """What the hooks tell."""
@@ -39,16 +37,18 @@ def graph_task() -> int:
 
 
 class Capture:
-    """Hooks on a model and on the parameters of its chosen layers, until removed."""
+    """Hooks on a model and on the parameters of its recorded layers, until removed."""
 
-    def __init__(self, model: nn.Module, layers: list[Chosen], listener: Listener):
-        self._listener = listener
+    def __init__(self, model: nn.Module, listener: Listener, before_forward: Callable[[], None]):
+        self._listener, self._before_forward = listener, before_forward
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         self._handles.append(model.register_forward_pre_hook(self._root, with_kwargs=True))
-        for number, layer in enumerate(layers):
-            self._handles.append(layer.module.register_forward_hook(self._forward(number), with_kwargs=True))
-            self._watch(number, layer.module)
+
+    def add(self, number: int, module: nn.Module) -> None:
+        """Hook a layer."""
+        self._handles.append(module.register_forward_hook(self._forward(number), with_kwargs=True))
+        self._watch(number, module)
 
     def remove(self) -> None:
         """Leave model and parameters as they were."""
@@ -57,6 +57,7 @@ class Capture:
         self._handles.clear()
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._before_forward()
         self._listener.root((args, kwargs))
 
     def _forward(self, number: int) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError
@@ -47,6 +48,7 @@ class Call:
     positions: int
     keys: Encoded
     errors: Encoded | None
+    may_repeat: bool
 
 
 @dataclass
@@ -86,6 +88,16 @@ class Watched:
         self._seen = self._ledger.seen(self._name, parameter)
         self._mark = (parameter._version, parameter.data_ptr())
 
+    @property
+    def fingerprint(self) -> float:
+        """One number that tells what was remembered: r · (W R)."""
+        return float(self._ledger.mixed[: self._seen.size] @ self._seen)
+
+    @property
+    def size(self) -> float:
+        """About how large the fingerprint can be: the norm of what was remembered."""
+        return float(np.linalg.norm(self._seen))
+
     def changed(self, parameter: Tensor) -> bool:
         """Whether it is no longer what it was."""
         rows = slice(None)
@@ -110,13 +122,15 @@ def roundoff(tensor: Tensor) -> float:
 class LayerLedger:
     """The backward passes of one layer since its last update."""
 
-    def __init__(self, layer: Chosen, generator: torch.Generator):
+    def __init__(self, layer: Chosen, seed: int):
         self.layer = layer
         self.module = layer.module
+        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(layer.name.encode()) >> 2)
         weight = self.parameters()["weight"]
         self.d_out, self.d_in = weight.shape
         self.random = audit.random_columns(self.d_in, self.d_out, weight.dtype, generator)
         self.columns = self.random.shape[1]
+        self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(self.d_out * self.columns)
         self.watched = {name: Watched(self, name, p) for name, p in self.parameters().items()}
         self.passes: list[Pass] = []
         self.stored: list[Pass] = []
@@ -157,15 +171,13 @@ class LayerLedger:
         """Add the slots of one call to a pass."""
         assert visit.batch is not None
         keys, errors = layout.slots(visit.key.detach()), layout.slots(error.detach())
-        projected = keys.new_ones(len(keys), self.columns + 1)  # its last column is the key of the bias
-        projected[:, :-1] = keys @ self.random.to(keys.device, keys.dtype)
-        added = (projected.T @ errors).cpu().numpy()
+        projected = keys @ self.random.to(keys.device, keys.dtype)
         norms = torch.linalg.vector_norm(errors, dim=1)
-        size = _norm(norms)
-        entry.added["weight"] += added[:-1].T.reshape(-1)
-        entry.scale["weight"] += size * _norm(projected)
+        size = _norm(norms.cpu().numpy())
+        entry.added["weight"] += (errors.T @ projected).cpu().numpy().reshape(-1)
+        entry.scale["weight"] += size * _norm(projected.cpu().numpy().reshape(-1))
         if "bias" in entry.added:
-            entry.added["bias"] += added[-1]
+            entry.added["bias"] += errors.sum(0).cpu().numpy()
             entry.scale["bias"] += size * math.sqrt(len(errors))
         entry.calls.append(
             Call(
@@ -175,22 +187,22 @@ class LayerLedger:
                 layout.positions,
                 encode(keys, store_as.dtype, store_as.pool),
                 encode(errors, store_as.dtype, store_as.pool, norms) if store_as.keep == "slots" else None,
+                not visit.key.requires_grad,
             )
         )
 
 
-def _norm(tensor: Tensor) -> float:
-    flat = tensor.reshape(-1)
+def _norm(flat: np.ndarray[Any, Any]) -> float:
     return math.sqrt(float(flat @ flat))
 
 
 class Ledger:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
 
-    def __init__(
-        self, layers: list[Chosen], *, store_as: StoreAs, batch_axis: dict[str, int], generator: torch.Generator
-    ):
-        self.layers = [LayerLedger(layer, generator) for layer in layers]
+    def __init__(self, *, store_as: StoreAs, batch_axis: dict[str, int], seed: int):
+        self.layers: list[LayerLedger] = []
+        self.seed = seed
+        """The recording's private random seed; each layer's R is drawn from it and the layer's name."""
         self.batch: Batch | None = None
         self.spent: set[int] = set()
         """Layers whose update has happened since the last batch() call: new slots there have no rows."""
@@ -198,8 +210,17 @@ class Ledger:
         """How many batch() calls there were since the last backward pass."""
         self.pending = False
         """Whether gradients have arrived since the last update."""
-        self._store_as, self._batch_axis = store_as, batch_axis
+        self.store_as, self._batch_axis = store_as, batch_axis
         self._serial = 0
+
+    def add_layer(self, layer: Chosen) -> int:
+        """Enter a layer; gives its number."""
+        return self.adopt(LayerLedger(layer, self.seed))
+
+    def adopt(self, ledger: LayerLedger) -> int:
+        """Enter a layer that has a ledger already; gives its number."""
+        self.layers.append(ledger)
+        return len(self.layers) - 1
 
     def begin(self, batch: Batch) -> None:
         """A new batch() call."""
@@ -259,7 +280,7 @@ class Ledger:
         except DualformError as problem:
             entry.problem = problem
             return
-        ledger.add(entry, visit, error, layout, self._store_as)
+        ledger.add(entry, visit, error, layout, self.store_as)
 
     def counted(self, layer: int, parameter: str, task: int) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,11 @@ class Encoded:
     def nbytes(self) -> int:
         """How much memory it takes."""
         return self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
+
+    def take(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> Encoded:
+        """Some of the vectors, copied."""
+        which = torch.from_numpy(places)
+        return Encoded(self.data[which], None if self.exponents is None else self.exponents[which])
 
 
 class Pool:
@@ -75,8 +81,9 @@ def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Tensor 
     bounds = (torch.linalg.vector_norm(vectors, dim=1) if norms is None else norms.cpu()).numpy()
     if not (bounds.min() > 1e-15 and bounds.max() < 1e15):  # squares might leave float32, or something is not finite
         bounds = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
-    exponents = np.clip(np.frexp(bounds)[1], SMALLEST, LARGEST) - TOP
-    scale = torch.from_numpy(np.ldexp(np.ones_like(bounds), -exponents))
+    # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
+    exponents = np.clip((bounds.astype(np.float32).view(np.int32) >> 23) - 126, SMALLEST, LARGEST) - TOP
+    scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
     torch.mul(vectors, scale.unsqueeze(1), out=data)
     return Encoded(data, torch.from_numpy(exponents.astype(np.int16)))
 

@@ -68,13 +68,15 @@ class File:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A sealed chunk: steps first_step ≤ step < end_step, rows from first_row on, slots by layer number."""
+    """A sealed chunk: steps first_step ≤ step < end_step, rows from first_row on; what its files hold beyond does
+    not count. By layer number: slots, and keys (fewer, where equal keys are stored once)."""
 
     first_step: int
     end_step: int
     first_row: int
     rows: int
     slots: tuple[int, ...]
+    keys: tuple[int, ...]
     files: dict[str, File]
     shard: int = 0
 
@@ -85,6 +87,14 @@ class Snapshot:
 
     step: int
     file: File
+
+
+@dataclass(frozen=True)
+class Mark:
+    """From this step on a layer's slots do not explain it."""
+
+    step: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,7 @@ class Manifest:
     chunks: tuple[Chunk, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
     ended: str | None = None
+    inexact: dict[str, Mark] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
 from dualform.store import tables
-from dualform.store.encoding import decode
+from dualform.store.encoding import Encoded, decode
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
@@ -25,6 +25,7 @@ from dualform.store.format import (
     SLOTS,
     STEPS,
     UPDATES,
+    Chunk,
     File,
     Layer,
     Manifest,
@@ -40,11 +41,14 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 class Store:
     """A recording on disk, as far as it is sealed."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, manifest: Manifest | None = None):
+        """manifest: another one than that on disk, for who knows what they do."""
         self.folder = Path(folder)
-        self.manifest: Manifest = load_manifest(self.folder)
+        self.manifest = _padded(load_manifest(self.folder) if manifest is None else manifest)
         for number, chunk in enumerate(self.manifest.chunks):
-            if set(chunk.files) != set(CHUNK_FILES) or len(chunk.slots) != len(self.manifest.layers):
+            if set(chunk.files) != set(CHUNK_FILES) or not (
+                len(chunk.slots) == len(chunk.keys) == len(self.manifest.layers)
+            ):
                 raise StoreDamagedError(f"the manifest of {self.folder} is damaged: chunk {number} is not as expected.")
             for name in CHUNK_FILES:
                 self._check_size(self.folder / chunk_name(number) / name, chunk.files[name])
@@ -61,13 +65,21 @@ class Store:
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the user's columns; a row's number is its place."""
         empty = pl.DataFrame(schema=tables.schema(self.manifest.columns))
-        return pl.concat([empty, *(self._table(n, ROWS) for n in range(len(self.manifest.chunks)))])
+        return pl.concat([empty, *(self.rows_in(place) for place in range(len(self.manifest.chunks)))])
+
+    def rows_in(self, place: int) -> pl.DataFrame:
+        """The rows of one chunk."""
+        return self._table(place, ROWS)
 
     @cached_property
     def updates(self) -> pl.DataFrame:
         """One line for each (step, parameter): the optimizer's settings, factors and the audit's residual."""
-        pieces = [self._table(n, UPDATES) for n in range(len(self.manifest.chunks))]
+        pieces = [self.updates_in(place) for place in range(len(self.manifest.chunks))]
         return pl.concat(pieces, how="diagonal") if pieces else tables.updates_table([])
+
+    def updates_in(self, place: int) -> pl.DataFrame:
+        """The updates of one chunk."""
+        return self._table(place, UPDATES)
 
     @cached_property
     def log(self) -> pl.DataFrame:
@@ -108,18 +120,65 @@ class Store:
             if end_step is not None and chunk.first_step >= end_step:
                 return
             if chunk.slots[number] and chunk.end_step > begin_step:
-                file = self._file(self.folder / chunk_name(place) / SLOTS, chunk.files[SLOTS])
-                yield SlotChunk(file, number, layer, first_slot, chunk.slots[number], end_step)
+                yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
             first_slot += chunk.slots[number]
+
+    def has_equal_keys(self, name: str) -> bool:
+        """Whether some of a layer's slots share a stored key."""
+        number, _ = self.layer(name)
+        return any(chunk.keys[number] < chunk.slots[number] for chunk in self.manifest.chunks)
+
+    def key_count(self, name: str) -> int:
+        """How many keys a layer has in store: fewer than slots, where equal keys are stored once."""
+        number, _ = self.layer(name)
+        return sum(chunk.keys[number] for chunk in self.manifest.chunks)
+
+    def distinct_keys(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The stored keys of a layer, chunk by chunk: (number of the first, keys (n, d_in))."""
+        for first, keys in self.stored_keys(name):
+            yield first, decode(keys.data, keys.exponents, dtype)
+
+    def stored_keys(self, name: str) -> Iterator[tuple[int, Encoded]]:
+        """The same, as they are stored."""
+        number, _ = self.layer(name)
+        first = 0
+        for place, chunk in enumerate(self.manifest.chunks):
+            count = chunk.keys[number]
+            if count:
+                data, scales = self._stored_keys(self._chunk_file(place), number)
+                yield first, Encoded(data[:count], None if scales is None else scales[:count])
+            first += count
+
+    def gather_keys(self, number: int, wanted: Ints, dtype: torch.dtype) -> Tensor:
+        """Keys by their numbers, from whichever chunk holds them, (n, d_in)."""
+        ends = np.cumsum([chunk.keys[number] for chunk in self.manifest.chunks])
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
+            raise StoreDamagedError(f"{self.folder} is damaged: a slot names a key that is not there.")
+        home = np.searchsorted(ends, wanted, side="right")
+        gathered = torch.empty(len(wanted), self.manifest.layers[number].d_in, dtype=dtype)
+        for place in np.unique(home).tolist():
+            here = np.flatnonzero(home == place)
+            rows = torch.from_numpy(wanted[here] - (ends[place] - self.manifest.chunks[place].keys[number]))
+            data, scales = self._stored_keys(self._chunk_file(place), number)
+            gathered[torch.from_numpy(here)] = decode(data[rows], None if scales is None else scales[rows], dtype)
+        return gathered
+
+    def _stored_keys(self, file: TensorFile, number: int) -> tuple[Tensor, Tensor | None]:
+        exponents = f"{number}.key_exponents"
+        return file[f"{number}.keys"], file[exponents] if exponents in file else None
+
+    def _chunk_file(self, place: int) -> TensorFile:
+        return self._file(self.folder / chunk_name(place) / SLOTS, self.manifest.chunks[place].files[SLOTS])
 
     def gradients(self, parameter: str) -> Tensor | None:
         """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""
         number = self.parameter(parameter)
         pieces = []
-        for place, chunk in enumerate(self.manifest.chunks):
-            file = self._file(self.folder / chunk_name(place) / SLOTS, chunk.files[SLOTS])
+        for place in range(len(self.manifest.chunks)):
+            file = self._chunk_file(place)
             if f"gradient.{number}" in file:
-                pieces.append(file[f"gradient.{number}"])
+                kept = self.updates_in(place).filter((pl.col("parameter") == number) & pl.col("gradient_kept")).height
+                pieces.append(file[f"gradient.{number}"][:kept])
         return torch.cat(pieces) if pieces else None
 
     def parameter(self, name: str) -> int:
@@ -150,7 +209,7 @@ class Store:
         data = path.read_bytes()
         if checksum(data) != self.manifest.chunks[number].files[name].checksum:
             raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
-        return pl.read_parquet(io.BytesIO(data))
+        return pl.read_parquet(io.BytesIO(data)).filter(pl.col("step") < self.manifest.chunks[number].end_step)
 
     def _check_size(self, path: Path, file: File) -> None:
         try:
@@ -159,6 +218,19 @@ class Store:
             raise StoreDamagedError(f"{path} is missing, though the manifest names it.") from None
         if size != file.size:
             raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
+
+
+def _padded(manifest: Manifest) -> Manifest:
+    """Chunks from before a layer entered have none of its slots."""
+    count = len(manifest.layers)
+    chunks = (
+        replace(chunk, slots=_pad(chunk.slots, count), keys=_pad(chunk.keys, count)) for chunk in manifest.chunks
+    )
+    return replace(manifest, chunks=tuple(chunks))
+
+
+def _pad(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return counts + (0,) * (length - len(counts))
 
 
 class TensorFile:
@@ -202,20 +274,23 @@ class TensorFile:
 class SlotChunk:
     """The slots of one layer in one chunk. Slot i of the chunk has the number first_slot + i in the layer."""
 
+    store: Store
     file: TensorFile
     number: int
     layer: Layer
     first_slot: int
-    stored: int
+    chunk: Chunk
     end_step: int | None
 
     @cached_property
     def blocks(self) -> Ints:
         """(blocks, 6): step, backward, call, first_row, rows, positions; up to end_step."""
         table: Ints = self.file[f"{self.number}.blocks"].numpy()
-        if table.ndim != 2 or table.shape[1] != len(BLOCK_FIELDS) or int((table[:, 4] * table[:, 5]).sum()) != self.stored:
-            raise StoreDamagedError(f"{self.file.path} is damaged: the blocks of {self.layer.name!r} do not add up.")
-        return table if self.end_step is None else table[table[:, 0] < self.end_step]
+        if table.ndim == 2 and table.shape[1] == len(BLOCK_FIELDS):
+            table = table[table[:, 0] < self.chunk.end_step]
+            if int((table[:, 4] * table[:, 5]).sum()) == self.chunk.slots[self.number]:
+                return table if self.end_step is None else table[table[:, 0] < self.end_step]
+        raise StoreDamagedError(f"{self.file.path} is damaged: the blocks of {self.layer.name!r} do not add up.")
 
     @cached_property
     def counts(self) -> Ints:
@@ -249,8 +324,16 @@ class SlotChunk:
         """(slots,): each slot's position within its row."""
         return self.place % self.per_slot(self.blocks[:, 5])
 
+    @cached_property
+    def key_numbers(self) -> Ints | None:
+        """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order."""
+        name = f"{self.number}.key_numbers"
+        return self.file[name][: self.slots].numpy() if name in self.file else None
+
     def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
         """(slots, d_in), of the slots low to high; a mapped view if the stored type is the one asked for."""
+        if self.key_numbers is not None:
+            return self.store.gather_keys(self.number, self.key_numbers[low:high], dtype)
         return self._vectors("key", dtype, low, high)
 
     def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:

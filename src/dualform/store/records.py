@@ -34,6 +34,8 @@ class Block:
     positions: int
     keys: Encoded
     errors: Encoded | None
+    may_repeat: bool
+    """Whether the keys come from data and not from weights: then equal ones are stored once."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Step:
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     log: dict[str, float] = field(default_factory=dict)
+    after: dict[int, float] = field(default_factory=dict)
+    """By parameter: one number that tells the weights after the update, r·(W R)."""
+    marks: dict[str, str] = field(default_factory=dict)
+    """Layers that are inexact from this step on, and why."""
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import xxhash
 
 from dualform.store.format import File, checksum
 
-Pieces = Sequence[np.ndarray[Any, Any]]
-"""Parts of one tensor, to be joined along their first axis."""
+Array = np.ndarray[Any, Any]
 
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
@@ -26,8 +25,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: dict[str, Pieces]) -> File:
-    """Write and flush a file; tensors are laid out by the size of their elements, so that each is aligned."""
+def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
+    """Write and flush a file; the parts of a tensor are joined along their first axis. Tensors are laid out by the size of their elements, so that each is aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
     sums = {name: _checksum(tensors[name]) for name in order}
     header: dict[str, Any] = {"__metadata__": sums}
@@ -57,11 +56,11 @@ def write_tensors(path: Path, tensors: dict[str, Pieces]) -> File:
     return File(len(head) + offset, checksum(head))
 
 
-def _bytes(piece: np.ndarray[Any, Any]) -> memoryview:
+def _bytes(piece: Array) -> memoryview:
     return memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
 
 
-def _checksum(pieces: Pieces) -> str:
+def _checksum(pieces: Sequence[Array]) -> str:
     total = xxhash.xxh3_64()
     for piece in pieces:
         if piece.nbytes:

@@ -44,8 +44,10 @@ def _piece(column: Column, rows: Rows) -> pl.Series:
     values: ColumnValues = rows.columns[column.name]
     inner = TYPES[column.type]
     if isinstance(values, np.ndarray) and values.ndim == 2:
-        flat = pl.Series(column.name, values.reshape(-1), inner)
-        return flat.reshape(values.shape).cast(pl.List(inner)) if len(values) else flat.reshape((-1, 1)).cast(pl.List(inner))
+        lists = [row.tolist() for row in values] if values.dtype.kind == "O" or not values.size else None
+        if lists is not None:
+            return pl.Series(column.name, lists, pl.List(inner))
+        return pl.Series(column.name, values.reshape(-1), inner).reshape(values.shape).cast(pl.List(inner))
     if isinstance(values, (np.ndarray, list)):
         return pl.Series(column.name, values, inner)
     return pl.repeat(values, rows.count, dtype=inner, eager=True).alias(column.name)
@@ -61,6 +63,7 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
         "factors": pl.Series([u.factors for _, u in lines], dtype=pl.List(pl.Float64)),
         "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
+        "after": pl.Series([step.after.get(u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
         "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
     }
     for name in settings:

@@ -6,13 +6,14 @@ in between, the manifest on disk names only what is whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -34,19 +35,32 @@ from dualform.store.format import (
     Chunk,
     Column,
     File,
+    Layer,
     Manifest,
+    Mark,
+    Parameter,
     Snapshot,
     checksum,
     chunk_name,
     snapshot_name,
 )
-from dualform.store.records import Step
-from dualform.store.safe import Pieces, write_tensors
+from dualform.store.equal import EqualKeys
+from dualform.store.reader import Store
+from dualform.store.records import Block, Step
+from dualform.store.safe import Array, write_tensors
 
 try:
     import fcntl
 except ImportError:  # Windows: the second writer is then found by the folder's content alone
     fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class NewLayer:
+    """A layer that entered during training."""
+
+    layer: Layer
+    parameters: tuple[Parameter, ...]
 
 
 class Writer:
@@ -68,7 +82,8 @@ class Writer:
         self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
         self._lock_file = _lock(folder)
         self._pool = pool
-        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | str | None] = queue.SimpleQueue()
+        self._equal = _equal_keys(folder, manifest)
+        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | str | None] = queue.SimpleQueue()
         self._held = 0
         self._room = threading.Condition()
         self._failure: BaseException | None = None
@@ -91,15 +106,28 @@ class Writer:
         self._hold(sum(t.nbytes for t in tensors.values()))
         self._inbox.put((step, tensors))
 
+    def add_layer(self, layer: Layer, parameters: Sequence[Parameter]) -> None:
+        """From the next step on there is one more layer."""
+        self._inbox.put(NewLayer(layer, tuple(parameters)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in the background."""
+        return self._failure is not None
+
+    def abandon(self) -> None:
+        """Let go of the folder after a failure."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
     def close(self, ended: str) -> None:
         """Seal what is there, write down how it ended, and stop."""
         if not self._thread.is_alive() and self._lock_file is None:
             return
         self._inbox.put(ended)
         self._thread.join()
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
+        self.abandon()
         self.check()
 
     def check(self) -> None:
@@ -138,11 +166,24 @@ class Writer:
                         self._seal()
                 elif item is None:
                     self._seal()
+                elif isinstance(item, NewLayer):
+                    self._seal()
+                    layers, parameters = self.manifest.layers, self.manifest.parameters
+                    left_out = {name: why for name, why in self.manifest.left_out.items() if name != item.layer.name}
+                    self._equal.append(EqualKeys())
+                    self.manifest = replace(
+                        self.manifest,
+                        layers=(*layers, item.layer),
+                        parameters=(*parameters, *item.parameters),
+                        left_out=left_out,
+                    )
                 else:
                     self._seal()
                     self._write_snapshot(*item)
                     self._release(sum(t.nbytes for t in item[1].values()))
         except BaseException as failure:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self.folder / f".{chunk_name(len(self.manifest.chunks))}", ignore_errors=True)
             with self._room:
                 self._failure = failure
                 self._room.notify_all()
@@ -150,7 +191,9 @@ class Writer:
     def _seal(self, ended: str | None = None) -> None:
         if not self._steps and ended is None:
             return
-        manifest = replace(self.manifest, columns=self._columns, ended=ended)
+        marks = {layer: Mark(step.number, why) for step in self._steps for layer, why in step.marks.items()}
+        inexact = {**marks, **self.manifest.inexact}
+        manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact)
         if self._steps:
             chunk = self._write_chunk(len(manifest.chunks), self._columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
@@ -169,7 +212,9 @@ class Writer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         rows = tables.rows_table(steps, columns)
-        tensors, slots = _slot_tensors(steps, len(self.manifest.layers))
+        before = [equal.stored for equal in self._equal]
+        tensors, slots = _slot_tensors(steps, self._equal)
+        keys = tuple(equal.stored - stored for equal, stored in zip(self._equal, before, strict=True))
         files = {SLOTS: write_tensors(unfinished / SLOTS, tensors)}
         for name, table in (
             (ROWS, rows),
@@ -178,9 +223,10 @@ class Writer:
         ):
             files[name] = _write_table(unfinished / name, table)
         _flush_folder(unfinished)
+        shutil.rmtree(self.folder / chunk_name(number), ignore_errors=True)  # left by a run that was resumed earlier
         unfinished.rename(self.folder / chunk_name(number))
         first_row, self._next_row = self._next_row, self._next_row + rows.height
-        return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, files)
+        return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, keys, files)
 
     def _write_snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
         name = snapshot_name(step)
@@ -201,30 +247,60 @@ class Writer:
         self.manifest = manifest
 
 
-def _slot_tensors(steps: Sequence[Step], layers: int) -> tuple[dict[str, Pieces], tuple[int, ...]]:
-    tensors: dict[str, Pieces] = {}
+def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
+    """The keys that a resumed recording holds already, found again by content."""
+    equal = [EqualKeys(sum(chunk.keys[n] for chunk in manifest.chunks)) for n in range(len(manifest.layers))]
+    if manifest.chunks:
+        store = Store(folder, manifest)
+        for number, layer in enumerate(manifest.layers):
+            if any(chunk.key_numbers is not None for chunk in store.chunks(layer.name)):
+                for first, keys in store.stored_keys(layer.name):
+                    equal[number].learn(keys, first)
+    return equal
+
+
+def _slot_tensors(
+    steps: Sequence[Step], equal: Sequence[EqualKeys]
+) -> tuple[dict[str, Sequence[Array]], tuple[int, ...]]:
+    tensors: dict[str, Sequence[Array]] = {}
     slots = []
-    for layer in range(layers):
+    for layer in range(len(equal)):
         blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
         slots.append(sum(block.rows * block.positions for _, block in blocks))
         if not blocks:
             continue
         table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
         tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
-        tensors.update(_vectors(f"{layer}.key", [b.keys for _, b in blocks]))
+        tensors.update(_keys(layer, [b for _, b in blocks], equal[layer]))
         tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
+    gradients: dict[str, list[Array]] = {}
     for step in steps:
         for update in step.updates:
             if update.gradient is not None:
-                pieces = tensors.setdefault(f"gradient.{update.parameter}", [])
-                pieces.append(update.gradient.numpy()[None])
-    return tensors, tuple(slots)
+                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy()[None])
+    return {**tensors, **gradients}, tuple(slots)
 
 
-def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Pieces]:
+def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
+    """The keys that are new, and, where some are not, the number of each slot's key."""
+    if not any(block.may_repeat for block in blocks):
+        equal.stored += sum(len(block.keys.data) for block in blocks)
+        return _vectors(f"{layer}.key", [block.keys for block in blocks])
+    numbers, new = [], []
+    for block in blocks:
+        numbered, places = equal.number(block.keys, may_repeat=block.may_repeat)
+        numbers.append(numbered)
+        if places is None or len(places) == len(block.keys.data):
+            new.append(block.keys)
+        elif len(places):
+            new.append(block.keys.take(places))
+    return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
+
+
+def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:
     if not vectors:
         return {}
-    tensors = {f"{name}s": [v.data.numpy() for v in vectors]}
+    tensors: dict[str, Sequence[Array]] = {f"{name}s": [v.data.numpy() for v in vectors]}
     if vectors[0].exponents is not None:
         tensors[f"{name}_exponents"] = [v.exponents.numpy() for v in vectors if v.exponents is not None]
     return tensors
@@ -274,7 +350,7 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
     if not any(folder.iterdir()):
         return
-    if not (folder / MANIFEST).exists():
+    if not (folder / MANIFEST).exists() and not all(_ours(path.name) for path in folder.iterdir()):
         raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
     if not overwrite:
         raise StoreExistsError(
@@ -282,13 +358,15 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         )
     lock = _lock(folder)
     try:
-        (folder / MANIFEST).unlink()
+        (folder / MANIFEST).unlink(missing_ok=True)
         for path in folder.iterdir():
-            if path.name == LOCK:
-                continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if _ours(path.name) and path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:
         if lock is not None:
             lock.close()
 
 
+def _ours(name: str) -> bool:
+    """Whether a file or folder is part of a store."""
+    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(("chunk-", "snapshot-", MANIFEST))

@@ -1,0 +1,210 @@
+"""The command line: `dualform demo | info | verify | export`.
+
+Exit codes: 0 all is well; 1 a parameter fails its verification; 2 the command or the store makes no sense as given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
+
+from dualform.errors import DualformError
+from dualform.version import __version__
+
+FAILED, UNUSABLE = 1, 2
+EXTRAS = {"sklearn": "demo", "matplotlib": "demo"}
+"""Packages that only some commands need, and the extra that brings them."""
+
+
+class Commands(TyperGroup):
+    """Turns the errors of the library into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (DualformError, OSError) as error:
+            problem = " ".join(str(error).split())
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").split(".")[0])
+            if extra is None:
+                raise
+            problem = f"this command needs {error.name}: pip install 'dualform[{extra}]'."
+        print(f"error: {problem}", file=sys.stderr)
+        raise typer.Exit(UNUSABLE)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Run = Annotated[
+    Path, typer.Argument(help="The folder that was given to dualform.record().", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"dualform {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Record how a PyTorch network is trained; then ask, exactly, where a prediction comes from."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the recording and the figure.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Decides the split, the first weights and the order.")] = 0,
+    figure: Annotated[
+        bool, typer.Option("--figure/--no-figure", help="Draw sources.png and sources.svg.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Train a digits network with recording, verify it, and show where two of its answers come from."""
+    from dualform.demo import Settings, run
+    from dualform.terminal import show_demo
+
+    with _progress() as progress:
+        found = run(out, Settings(seed=seed), progress)
+        drawn: list[Path] = []
+        if figure:
+            from dualform.figures.sources import save
+
+            progress("drawing", 0, 1)
+            drawn = save([found.right, found.wrong], out / "sources")
+            progress("drawing", 1, 1)
+    if as_json:
+        _print_json({**found.to_dict(), "figures": [str(path) for path in drawn]})
+    else:
+        show_demo(Console(), found, drawn)
+    if not found.certificate.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def info(run: Run, as_json: Json = False) -> None:
+    """Say what a recording holds."""
+    import dualform
+    from dualform.terminal import show_info
+
+    found = dualform.open(run).info()
+    if as_json:
+        _print_json(found)
+    else:
+        show_info(Console(), found)
+
+
+@app.command()
+def verify(
+    run: Run,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Verify the network as it was after this many steps.", show_default="the end"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare each recorded parameter with its dual form. Exits with 1 if one fails."""
+    import dualform
+    from dualform.terminal import show_certificate
+
+    dual = dualform.open(run)
+    if step is not None:
+        dual = dual.until(step)
+    with _progress() as progress:
+        certificate = dual.verify(progress=progress)
+    if as_json:
+        print(certificate.to_json())
+    else:
+        show_certificate(Console(), certificate)
+    if not certificate.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[
+        Path, typer.Option(help="Folder for the Parquet files; made if need be.", show_default=False)
+    ],
+    queries: Annotated[
+        Path | None,
+        typer.Option(help="Query vectors of a layer: .npy, .safetensors or .parquet.", show_default=False),
+    ] = None,
+    layer: Annotated[
+        str | None, typer.Option(help="The layer that the query vectors belong to.", show_default=False)
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="So many slots for each query.", show_default="10")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The attention weights of all slots.")] = False,
+    where: Annotated[
+        str | None, typer.Option(help='Only these rows and slots: SQL, e.g. "label = 7 and step >= 100".')
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the rows, and the attention weights for given query vectors, to Parquet."""
+    if (queries is None) != (layer is None):
+        given, missing = ("--layer", "--queries") if queries is None else ("--queries", "--layer")
+        raise typer.BadParameter(f"{given} needs {missing} beside it.", param_hint=missing)
+    if queries is None and (top is not None or everything):
+        raise typer.BadParameter(
+            "--top and --all need --queries FILE and --layer NAME.", param_hint="--queries"
+        )
+    if top is not None and everything:
+        raise typer.BadParameter("give one of --top and --all.", param_hint="--top")
+
+    import dualform
+    from dualform import exports
+
+    dual = dualform.open(run)
+    vectors = None if queries is None or layer is None else exports.read_queries(queries, layer)
+    to.mkdir(parents=True, exist_ok=True)
+    with _progress() as progress:
+        written = {"rows": exports.write_rows(dual, to, where=where)}
+        if vectors is not None and layer is not None:
+            if everything:
+                found = exports.write_all(dual, layer, vectors, to, where=where, progress=progress)
+            else:
+                found = exports.write_top(dual, layer, vectors, to, k=top or 10, where=where)
+            written["attention"] = found
+    if as_json:
+        _print_json({name: {"path": str(one.path), "lines": one.lines} for name, one in written.items()})
+    else:
+        for name, one in written.items():
+            print(f"{name}: {one.lines:,} lines in {one.path}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars on standard error, gone when the work is done; none where nobody looks."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=1))

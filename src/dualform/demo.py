@@ -1,0 +1,278 @@
+"""The demo: a small network learns scikit-learn's digits while it is recorded, then two of its answers are explained.
+
+    dualform demo
+
+It uses the public API alone, as any training script would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dualform
+from dualform.dual.certificate import Certificate
+from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
+
+CLASSES = 10
+SETTINGS = "demo.json"
+"""Written beside the recording: what replays it. It also marks the folder as one that the demo may replace."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the outcome."""
+
+    seed: int = 0
+    epochs: int = 10
+    batch: int = 50
+    train_images: int = 1500
+    width: int = 128
+    lr: float = 0.05
+    momentum: float = 0.9
+    clip_norm: float = 1.0
+    top: int = 8
+    """How many training examples are shown for each layer."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images (n, 64) with mean 0 and deviation 1, labels (n,), and which of them are for training and testing."""
+
+    images: Tensor
+    labels: Tensor
+    train: Tensor
+    test: Tensor
+
+    def picture(self, sample_id: int) -> Any:
+        """One image as (8, 8), 0 where there is no ink."""
+        image = self.images[sample_id].reshape(8, 8)
+        return (image - self.images.min()).numpy()
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo found."""
+
+    folder: Path
+    settings: Settings
+    steps: int
+    nbytes: int
+    accuracy: float
+    certificate: Certificate
+    wrong: Explained
+    """The first test digit with a wrong answer (if there is none: the one with the smallest margin)."""
+    right: Explained
+    """The first test digit of the same class with the right answer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for scripts, without the images."""
+        return {
+            "folder": str(self.folder),
+            "settings": asdict(self.settings),
+            "steps": self.steps,
+            "bytes": self.nbytes,
+            "test_accuracy": self.accuracy,
+            "certificate": json.loads(self.certificate.to_json()),
+            "right": _plain(self.right),
+            "wrong": _plain(self.wrong),
+        }
+
+
+def run(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Demo:  # noqa: B008
+    """Train with recording, verify, explain. A recording of an earlier demo in the folder is replaced."""
+    with _one_thread():
+        digits = load(settings)
+        model = train(folder, digits, settings, progress)
+        dual = dualform.open(folder, model)
+        certificate = dual.verify(progress=progress)
+        with torch.no_grad():
+            logits = model(digits.images[digits.test])
+        right, wrong = choose(logits, digits.labels[digits.test])
+        explained = explain(dual, model, digits, digits.test[[right, wrong]], settings)
+        info = dual.info()
+        return Demo(
+            folder=folder,
+            settings=settings,
+            steps=info["steps"],
+            nbytes=info["bytes"],
+            accuracy=float((logits.argmax(1) == digits.labels[digits.test]).double().mean()),
+            certificate=certificate,
+            right=explained[0],
+            wrong=explained[1],
+        )
+
+
+def load(settings: Settings) -> Digits:
+    """scikit-learn's 1797 digits of 8 × 8 pixels, which come with the package, in an order that the seed decides."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.tensor(bunch.data, dtype=torch.float32)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
+    return Digits(
+        images=(images - images.mean()) / images.std(),
+        labels=torch.tensor(bunch.target),
+        train=order[: settings.train_images],
+        test=order[settings.train_images :],
+    )
+
+
+def train(folder: Path, digits: Digits, settings: Settings, progress: Progress | None = None) -> nn.Module:
+    """Train 64-128-128-10 by SGD with momentum and clipping, recorded."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = nn.Sequential(
+            nn.Linear(64, settings.width),
+            nn.ReLU(),
+            nn.Linear(settings.width, settings.width),
+            nn.ReLU(),
+            nn.Linear(settings.width, CLASSES),
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    shuffles = torch.Generator().manual_seed(settings.seed)
+    ours = (folder / SETTINGS).exists()
+    with dualform.record(model, optimizer, folder, overwrite=ours) as recorder:
+        (folder / SETTINGS).write_text(
+            json.dumps(
+                {"dualform": dualform.__version__, "torch": torch.__version__, **asdict(settings)}, indent=1
+            )
+        )
+        for epoch in range(settings.epochs):
+            if progress is not None:
+                progress("training", epoch, settings.epochs)
+            order = digits.train[torch.randperm(len(digits.train), generator=shuffles)]
+            for ids in order.split(settings.batch):
+                images, labels = digits.images[ids], digits.labels[ids]
+                recorder.batch(sample_id=ids, label=labels)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+                optimizer.step()
+                recorder.log(loss=loss.item())
+        if progress is not None:
+            progress("training", settings.epochs, settings.epochs)
+    return model
+
+
+def choose(logits: Tensor, labels: Tensor) -> tuple[int, int]:
+    """Places of one right and one wrong answer: the first wrong one, and the first right one of the same class.
+
+    Without a wrong answer, the one with the smallest margin; without a right one in its class, the first right one.
+    """
+    fits = logits.argmax(1) == labels
+    best = logits.topk(2, dim=1).values
+    wrong = int((~fits).nonzero()[0]) if not fits.all() else int((best[:, 0] - best[:, 1]).argmin())
+    others = fits.clone()
+    others[wrong] = False
+    same = (others & (labels == labels[wrong])).nonzero()
+    found = same if len(same) else others.nonzero()
+    return (int(found[0]) if len(found) else wrong), wrong
+
+
+def explain(
+    dual: dualform.Dual, model: nn.Module, digits: Digits, sample_ids: Tensor, settings: Settings
+) -> list[Explained]:
+    """Where the answers to some images come from."""
+    images, labels = digits.images[sample_ids], digits.labels[sample_ids]
+    with torch.no_grad():
+        logits = model(images)
+    answers = logits.argmax(1)
+    attention = dual.attend(images)
+    last = dual.layers[-1]
+    tops = {
+        name: _distinct(attention[name].top(settings.top * settings.epochs), settings.top)
+        for name in dual.layers
+    }
+    totals = {name: _by_class(attention[name].total("label")) for name in dual.layers}
+    splits: dict[str, list[LogitSplit]] = {}
+    for what, units in (("answer", answers), ("truth", labels)):
+        contributions = dual.contributions(images, target=units)[last]
+        parts, initial = _by_class(contributions.total("label")), contributions.parts()["initial"]
+        splits[what] = [
+            LogitSplit(int(unit), initial[i], parts[i], float(logits[i, unit]))
+            for i, unit in enumerate(units)
+        ]
+    explained = []
+    for i, sample_id in enumerate(sample_ids.tolist()):
+        layers = tuple(
+            LayerSources(name, tuple(_source(digits, row) for row in tops[name][i]), totals[name][i])
+            for name in dual.layers
+        )
+        both = (splits["answer"][i], splits["truth"][i])
+        explained.append(
+            Explained(
+                sample_id=sample_id,
+                image=digits.picture(sample_id),
+                label=int(labels[i]),
+                answer=int(answers[i]),
+                layers=layers,
+                splits=both if answers[i] != labels[i] else both[:1],
+            )
+        )
+    return explained
+
+
+def _distinct(top: pl.DataFrame, k: int) -> list[list[dict[str, Any]]]:
+    """For each query the best visit of its k best examples: an example seen n times fills at most n places."""
+    best = top.unique(["query", "sample_id"], keep="first", maintain_order=True)
+    return [part.head(k).to_dicts() for part in best.partition_by("query", maintain_order=True)]
+
+
+def _by_class(totals: pl.DataFrame) -> list[tuple[float, ...]]:
+    """For each query, one total for each class; 0 for a class that was never trained on."""
+    found = []
+    for part in totals.partition_by("query", maintain_order=True):
+        by_label = dict(zip(part["label"].to_list(), part["total"].to_list(), strict=True))
+        found.append(tuple(by_label.get(label, 0.0) for label in range(CLASSES)))
+    return found
+
+
+def _source(digits: Digits, row: dict[str, Any]) -> Source:
+    return Source(
+        row["sample_id"], row["label"], row["step"], row["weight"], digits.picture(row["sample_id"])
+    )
+
+
+def _plain(explained: Explained) -> dict[str, Any]:
+    return {
+        "sample_id": explained.sample_id,
+        "label": explained.label,
+        "answer": explained.answer,
+        "layers": [
+            {
+                "layer": layer.layer,
+                "top": [{k: v for k, v in vars(source).items() if k != "image"} for source in layer.top],
+                "totals": list(layer.totals),
+            }
+            for layer in explained.layers
+        ],
+        "logits": [
+            {**asdict(split), "total": split.total, "remainder": split.remainder}
+            for split in explained.splits
+        ],
+    }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products as small as these are slower with several threads, much slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

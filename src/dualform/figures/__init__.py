@@ -1,0 +1,1 @@
+"""Figures: drawn from results, never from a store, through Matplotlib's object interface alone."""

@@ -1,0 +1,103 @@
+"""Going on with a recording from a training checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from dualform.errors import RecordingError
+from dualform.record import audit
+from dualform.record.books import Books
+from dualform.record.ledger import Ledger, roundoff
+from dualform.store.format import Chunk, Manifest
+from dualform.store.reader import Store
+
+
+def manifest(folder: Path, step: int | None) -> Manifest:
+    """The manifest of a recording, cut at `step` (default: its end). Nothing on disk is changed yet."""
+    store = Store(folder)
+    step = store.end_step if step is None else step
+    if not 0 <= step <= store.end_step:
+        raise RecordingError(
+            f"resume={step}: the recording in {folder} is sealed up to step {store.end_step}. Go on from an earlier "
+            f"checkpoint, or record into a new folder."
+        )
+    chunks: list[Chunk] = []
+    for place, chunk in enumerate(store.manifest.chunks):
+        if chunk.first_step >= step:
+            break
+        chunks.append(chunk if chunk.end_step <= step else _cut(store, place, chunk, step))
+    return replace(
+        store.manifest,
+        chunks=tuple(chunks),
+        snapshots=tuple(s for s in store.manifest.snapshots if s.step <= step),
+        inexact={name: mark for name, mark in store.manifest.inexact.items() if mark.step < step},
+        ended=None,
+    )
+
+
+def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
+    """A chunk up to a step: its files stay as they are, what comes after no longer counts."""
+    rows = store.rows_in(place).filter(pl.col("step") < step).height
+    slots, keys = list(chunk.slots), list(chunk.keys)
+    for number, layer in enumerate(store.manifest.layers):
+        for part in store.chunks(layer.name, end_step=step):
+            if part.chunk is chunk:
+                slots[number] = part.slots
+                keys[number] = part.slots if part.key_numbers is None else chunk.keys[number]
+        if not any(part.chunk is chunk for part in store.chunks(layer.name, end_step=step)):
+            slots[number], keys[number] = 0, 0
+    return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
+
+
+def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: Books) -> Manifest:
+    """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
+    for what in ("keep", "dtype", "layers", "parameters"):
+        if getattr(before, what) != getattr(now, what):
+            raise RecordingError(
+                f"resume: the recording in {folder} has other {what} than this model and these settings: "
+                f"{_short(getattr(before, what))} instead of {_short(getattr(now, what))}."
+            )
+    store = Store(folder)
+    updates = store.updates.filter(pl.col("step") < before.end_step)
+    for place, parameter, _ in books.recorded():
+        watched = ledger.layers[place.layer].watched[place.short]
+        mine = updates.filter((pl.col("parameter") == place.number) & pl.col("after").is_not_null())
+        if mine.height:
+            known = float(mine["after"][-1])
+        else:
+            watched.remember(store.snapshot(0)[f"model.{place.name}"])
+            known = watched.fingerprint
+            watched.remember(parameter)
+        bound = audit.SLACK * roundoff(parameter) * np.sqrt(parameter.numel()) * watched.size
+        if not abs(watched.fingerprint - known) <= bound:
+            raise RecordingError(
+                f"resume: {place.name!r} is not what the recording in {folder} says it was after step "
+                f"{before.end_step}. Load the checkpoint of that step into the model (and its optimizer) first, or say "
+                f"which step it is: resume=n."
+            )
+    _check_state(store, before.end_step, books, folder)
+    books.next_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
+    return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
+
+
+def _check_state(store: Store, step: int, books: Books, folder: Path) -> None:
+    """Where there is a snapshot at that step (recorder.seal()), the optimizer's state is compared too."""
+    if step not in store.snapshot_steps():
+        return
+    snapshot = store.snapshot(step)
+    for place, name, value in books.optimizer_state():
+        known = f"state.{place.name}.{name}"
+        if known in snapshot and not np.array_equal(snapshot[known].numpy(), value.detach().cpu().numpy()):
+            raise RecordingError(
+                f"resume: the optimizer's {name} of {place.name!r} is not what it was after step {step} in {folder}. "
+                f"Load the optimizer's state of that checkpoint too."
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 200 else text[:200] + "…"

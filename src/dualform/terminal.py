@@ -1,0 +1,177 @@
+"""Results as they look in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dualform.figures.colours import colour_of
+from dualform.figures.results import Explained
+
+if TYPE_CHECKING:
+    from dualform.demo import Demo
+    from dualform.dual.certificate import Certificate
+
+
+def show_certificate(console: Console, certificate: Certificate) -> None:
+    """One line for each parameter, and the verdict."""
+    title = f"Certificate after step {certificate.step:,}, against {certificate.compared_with}"
+    table = _table(title, "parameter", ">gap", ">distance", ">rounding floor", ">movement", "verdict")
+    for row in certificate.frame.to_dicts():
+        good = row["verdict"] == "pass"
+        table.add_row(
+            escape(row["parameter"]),
+            *(f"{row[name]:.1e}" for name in ("gap", "distance", "floor")),
+            f"{row['movement']:.3g}",
+            Text(f"{row['verdict']}: {row['reason']}", style="green" if good else "bold red"),
+        )
+    console.print(table)
+    failed = certificate.frame.filter(certificate.frame["verdict"] != "pass")["parameter"].to_list()
+    if failed:
+        console.print(Text(f"Not verified: {', '.join(failed)}", style="bold red"))
+    else:
+        console.print(
+            Text(
+                f"All {certificate.frame.height} parameters equal their dual: initial part + what the slots wrote."
+            )
+        )
+
+
+def show_info(console: Console, info: dict[str, Any]) -> None:
+    """What a store holds."""
+    about = _table(str(info["path"]), "what", "value", header=False)
+    for name in ("steps", "rows", "chunks"):
+        about.add_row(name, f"{info[name]:,}")
+    about.add_row("disk", _size(info["bytes"]))
+    for name in ("dtype", "keep", "ended", "created_by"):
+        about.add_row(name.replace("_", " "), escape(str(info[name])))
+    about.add_row("snapshots", "after steps " + ", ".join(f"{step:,}" for step in info["snapshots"]))
+    columns = ", ".join(f"{name} ({kind})" for name, kind in info["columns"].items())
+    about.add_row("columns", escape(columns or "none"))
+    for name, why in info["left_out"].items():
+        about.add_row("left out", escape(f"{name!r}: {why}"))
+    console.print(about)
+    layers = _table("Layers", "name", "kind", ">inputs", ">outputs", "bias", ">slots")
+    for layer in info["layers"]:
+        layers.add_row(
+            escape(layer["name"]) or "(the model itself)",
+            layer["kind"],
+            f"{layer['d_in']:,}",
+            f"{layer['d_out']:,}",
+            "yes" if layer["bias"] else "no",
+            f"{layer['slots']:,}",
+        )
+    console.print(layers)
+
+
+def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:
+    """The certificate, the accuracy, two answers explained, and how to go on."""
+    settings = demo.settings
+    console.print()
+    show_certificate(console, demo.certificate)
+    console.print(
+        f"\nTrained on {settings.train_images:,} digits for {demo.steps:,} steps (SGD, momentum {settings.momentum:g}, "
+        f"gradients clipped at norm {settings.clip_norm:g}), recorded in {_size(demo.nbytes)}. "
+        f"[bold]Test accuracy {demo.accuracy:.1%}[/].",
+        highlight=False,
+    )
+    for explained in (demo.right, demo.wrong):
+        _show_explained(console, explained)
+    _show_further(console, demo, figures)
+
+
+def _show_explained(console: Console, explained: Explained) -> None:
+    how = "right" if explained.right else "wrong"
+    style = "green" if explained.right else "red"
+    console.print()
+    console.rule(
+        f"[bold {style}]{how}[/]: test digit {explained.sample_id}, true class {explained.label}, answered {explained.answer}",
+        align="left",
+    )
+    top = _table("Training digits with the highest attention weight (each at its best visit)", ">#")
+    for layer in explained.layers:
+        top.add_column(f"layer {escape(layer.layer)}\nweight", justify="right")
+        top.add_column("\nstep", justify="right")
+        top.add_column("\nlabel", justify="center")
+    for rank, sources in enumerate(zip(*(layer.top for layer in explained.layers), strict=True), 1):
+        cells: list[str | Text] = []
+        for source in sources:
+            cells += [f"{source.weight:.1f}", f"{source.step:,}", _label(source.label)]
+        top.add_row(str(rank), *cells)
+    console.print(top)
+    totals = _table("Totals per class of the training digits", "class")
+    for layer in explained.layers:
+        totals.add_column(f"layer {escape(layer.layer)}\nattention", justify="right")
+    for split in explained.splits:
+        what = "answer" if split.unit == explained.answer else "truth"
+        totals.add_column(f"logit of {split.unit}\n({what})", justify="right")
+    none = [""] * len(explained.layers)
+    totals.add_row("initial part", *none, *(f"{split.initial:+.4f}" for split in explained.splits))
+    for label in range(len(explained.splits[0].parts)):
+        attention = (f"{layer.totals[label]:,.0f}" for layer in explained.layers)
+        totals.add_row(
+            _label(label), *attention, *(f"{split.parts[label]:+.4f}" for split in explained.splits)
+        )
+    totals.add_section()
+    sums = (f"{sum(layer.totals):,.0f}" for layer in explained.layers)
+    totals.add_row("sum", *sums, *(f"{split.total:+.4f}" for split in explained.splits))
+    totals.add_row("model's logit", *none, *(f"{split.logit:+.4f}" for split in explained.splits))
+    totals.add_row("remainder", *none, *(f"{split.remainder:+.1e}" for split in explained.splits))
+    console.print(totals)
+
+
+def _show_further(console: Console, demo: Demo, figures: list[Path]) -> None:
+    console.print()
+    console.rule("[bold]How to go on[/]", align="left")
+    if figures:
+        console.print(f"Figure: {' and '.join(map(str, figures))}", highlight=False, soft_wrap=True)
+    width = demo.settings.width
+    console.print(
+        f"""
+Commands:
+  dualform info {demo.folder}
+  dualform verify {demo.folder} --step {demo.steps // 2}
+  dualform export {demo.folder} --to runs/export --where "label = {demo.wrong.label}"
+
+Python:
+  import dualform, polars as pl
+  from torch import nn
+  model = nn.Sequential(nn.Linear(64, {width}), nn.ReLU(), nn.Linear({width}, {width}), nn.ReLU(),
+                        nn.Linear({width}, 10))              # the weights come from the recording
+  dual = dualform.open("{demo.folder}", model)
+  forgetful = dual.masked(drop=pl.col("label") == {demo.wrong.label})   # the network without its memory of {demo.wrong.label}
+  earlier = dual.at_step({demo.steps // 2})                          # the network as it was then
+  dual.layer("4").initial_weight                        # W_0 of equation 13; .keys, .values
+""".rstrip(),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, *columns: str, header: bool = True) -> Table:
+    """A table; a column that begins with > is flushed right."""
+    table = Table(
+        title=Text(title), title_justify="left", title_style="bold", show_header=header, box=box.SIMPLE_HEAD
+    )
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def _label(label: int) -> Text:
+    return Text(f"■ {label}", style=colour_of(label))
+
+
+def _size(nbytes: int) -> str:
+    size, units = float(nbytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"

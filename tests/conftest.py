@@ -1,0 +1,28 @@
+import os
+
+import pytest
+from hypothesis import settings
+from training import train
+
+# The same examples each time: a red build is then about the change it tests
+settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("dualform")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """Flushing would take most of the time of the suite, and no test pulls the plug."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A recorded training in float64, for questions; nobody may change it."""
+    return train(tmp_path_factory.mktemp("trained") / "run", chunk_bytes=2000)
+
+
+@pytest.fixture
+def dual(trained):
+    return trained.dual

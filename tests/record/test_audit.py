@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualform.record.audit import EQUATIONS, Link, explain, random_columns
+
+ROUNDOFF = 2.0**-53
+random = np.random.default_rng(0)
+
+
+def passes(count, size=20):
+    return [random.standard_normal(size) for _ in range(count)]
+
+
+def link(before, added):
+    return Link(before, added, float(np.abs(added).sum()))
+
+
+def test_a_single_pass_left_as_it_is():
+    (g,) = passes(1)
+    verdict = explain([link(None, g)], g, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == [1.0]
+    assert verdict.residual == 0.0
+
+
+@given(st.floats(1e-6, 1e6))
+def test_clipping_is_one_number(factor):
+    (g,) = passes(1)
+    verdict = explain([link(None, g)], factor * g, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.determined
+    assert verdict.factors == pytest.approx([factor], rel=1e-14)
+
+
+def test_accumulation():
+    a, b, c = passes(3)
+    verdict = explain([link(None, a), link(a, b), link(a + b, c)], 0.5 * (a + b + c), ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_scaled_in_between():
+    a, b = passes(2)
+    verdict = explain([link(None, a), link(0.25 * a, b)], 0.25 * a + b, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == pytest.approx([0.25, 1.0])
+
+
+@pytest.mark.parametrize("zeroed", [None, np.zeros(20)])
+def test_zeroed_in_between_drops_the_slots_before(zeroed):
+    a, b = passes(2)
+    verdict = explain([link(None, a), link(zeroed, b)], b, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == [0.0, 1.0]
+
+
+def test_gradients_kept_aside_and_put_together_again():
+    a, b = passes(2)
+    verdict = explain([link(None, a), link(None, b)], 0.3 * a + 0.7 * b, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == pytest.approx([0.3, 0.7])
+
+
+def test_noise_is_not_explained():
+    (g,) = passes(1)
+    verdict = explain([link(None, g)], g + 1e-6 * random.standard_normal(20), ROUNDOFF)
+    assert not verdict.explained
+    assert 1e-7 < verdict.residual < 1e-5
+
+
+def test_a_gradient_from_nowhere_is_not_explained():
+    verdict = explain([], np.ones(20), ROUNDOFF)
+    assert not verdict.explained
+    assert verdict.residual == 1.0
+
+
+def test_nothing_to_explain():
+    verdict = explain([], np.zeros(20), ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == []
+
+
+def test_rounding_is_explained():
+    a, b = passes(2)
+    seen = (a + b).astype(np.float32).astype(np.float64)
+    assert explain([link(None, a), link(a, b)], seen, 2.0**-24).explained
+
+
+def test_rounding_noise_has_no_factor_of_its_own():
+    terms = np.full(20, 1e-17)
+    verdict = explain([Link(None, terms, 1.0)], 3 * terms, ROUNDOFF)
+    assert verdict.explained
+    assert not verdict.determined
+
+
+def test_what_is_not_finite_proves_nothing_and_stops_nothing():
+    (g,) = passes(1)
+    verdict = explain([link(None, g)], np.full(20, np.nan), ROUNDOFF)
+    assert verdict.explained
+    assert not verdict.determined
+    assert np.isnan(verdict.residual)
+
+
+@pytest.mark.parametrize(("d_in", "d_out"), [(100, 1), (100, 3), (100, 64), (2, 1)])
+def test_enough_equations_whatever_the_shape(d_in, d_out):
+    R = random_columns(d_in, d_out, torch.float64, torch.Generator().manual_seed(0))
+    assert R.shape[0] == d_in
+    assert R.shape[1] * d_out >= min(EQUATIONS, d_in * d_out)
+    assert set(R.unique().tolist()) == {-1.0, 1.0}

@@ -1,0 +1,119 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from dualform.errors import RecordingError
+from dualform.record.choose import choose
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(2)
+
+
+def chosen(model, wanted=None, optimizers=None):
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] if optimizers is None else optimizers
+    layers, left_out = choose(model, optimizers, wanted)
+    return [layer.name for layer in layers], left_out
+
+
+EVERY = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "head"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (None, EVERY),
+        ("head", ["head"]),
+        ("*.first", ["blocks.0.first", "blocks.1.first"]),
+        (["head", "blocks.1.*"], ["blocks.1.first", "blocks.1.second", "head"]),
+        (["head", "*"], EVERY),
+    ],
+)
+def test_layers_by_name_or_glob_in_the_order_of_the_model(wanted, names):
+    assert chosen(Model(), wanted) == (names, {})
+
+
+def test_a_model_that_is_itself_a_layer():
+    assert chosen(nn.Linear(2, 3)) == ([""], {})
+
+
+@pytest.mark.parametrize("wanted", ["tail", ["head", "tail"], "norm"])
+def test_a_name_that_fits_nothing(wanted):
+    with pytest.raises(RecordingError, match=r"names no layer that can be recorded.*'blocks\.0\.first'.*'head'"):
+        chosen(Model(), wanted)
+
+
+def test_not_in_the_optimizer():
+    model = Model()
+    names, left_out = chosen(model, None, [torch.optim.SGD(model.blocks.parameters(), lr=0.1)])
+    assert names == EVERY[:-1]
+    assert left_out == {"head": "its weight is in no optimizer given to record()"}
+
+
+def test_parametrised():
+    model = Model()
+    parametrizations.weight_norm(model.head)
+    names, left_out = chosen(model)
+    assert names == EVERY[:-1]
+    assert "parametrised" in left_out["head"]
+
+
+def test_shared():
+    model = Model()
+    model.blocks[1].first.weight = model.blocks[0].first.weight
+    names, left_out = chosen(model)
+    assert names == ["blocks.0.second", "blocks.1.second", "head"]
+    assert left_out["blocks.0.first"] == "its weight is shared by 'blocks.0.first' and 'blocks.1.first'"
+    assert set(left_out) == {"blocks.0.first", "blocks.1.first"}
+
+
+def test_shared_with_an_embedding():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.Linear(5, 2))
+    model[1].weight = model[0].weight
+    names, left_out = chosen(model)
+    assert names == ["2"]
+    assert left_out == {"1": "its weight is shared by '0' and '1'"}
+
+
+def test_one_module_under_two_names_is_one_layer():
+    layer = nn.Linear(3, 3)
+    assert chosen(nn.Sequential(layer, nn.Tanh(), layer)) == (["0"], {})
+
+
+def test_a_forward_of_its_own():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    names, left_out = chosen(nn.Sequential(Doubled(3, 3), nn.Linear(3, 3)))
+    assert names == ["1"]
+    assert left_out == {"0": "its type Doubled has a forward of its own"}
+
+
+def test_a_lazy_layer_not_yet_run():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    names, left_out = chosen(model, None, [torch.optim.SGD(model[1].parameters(), lr=0.1)])
+    assert names == ["1"]
+    assert "lazy" in left_out["0"]
+
+
+def test_nothing_to_record():
+    with pytest.raises(RecordingError, match=r"no layer to record\. It has no nn\.Linear"):
+        chosen(nn.Sequential(nn.LayerNorm(3)))
+
+
+def test_nothing_left_to_record_says_why():
+    with pytest.raises(RecordingError, match=r"no layer to record.*'0': its weight is in no optimizer"):
+        chosen(nn.Sequential(nn.Linear(3, 3)), None, [])

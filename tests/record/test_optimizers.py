@@ -1,0 +1,198 @@
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from training import assert_exact, assert_same_weights, network, samples, sgd, train
+
+import dualform
+from dualform.errors import OptimizerError
+from dualform.record.optimizers import OPTIMIZERS, replay_for, require_replay
+
+
+@st.composite
+def sgd_settings(draw):
+    momentum = draw(st.sampled_from([0.0, 0.5, 0.9]))
+    nesterov = momentum > 0 and draw(st.booleans())
+    tensor_lr = draw(st.booleans())
+    lr = draw(st.floats(0.02, 0.2))
+    return {
+        "lr": torch.tensor(lr, dtype=torch.float64) if tensor_lr else lr,
+        "momentum": momentum,
+        "dampening": 0.0 if nesterov else draw(st.sampled_from([0.0, 0.3])),
+        "nesterov": nesterov,
+        "weight_decay": draw(st.sampled_from([0.0, 0.05])),
+        "maximize": draw(st.booleans()),
+        **draw(st.sampled_from([{"foreach": False}, {"foreach": True}, {"fused": True}])),
+    }
+
+
+def one(model, first, second):
+    return torch.optim.SGD(model.parameters(), **first)
+
+
+def biases_apart(model, first, second):
+    """Weights and biases as groups of one optimizer, each with its own settings."""
+    of_group = {name: value for name, value in second.items() if name not in ("foreach", "fused")}
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, **of_group}], **first)
+
+
+def one_for_each_layer(model, first, second):
+    return [torch.optim.SGD(model[0].parameters(), **first), torch.optim.SGD(model[2].parameters(), **second)]
+
+
+def one_for_weights_one_for_biases(model, first, second):
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return [torch.optim.SGD(weights, **first), torch.optim.SGD(biases, **second)]
+
+
+def change_lr(optimizers, step, schedule):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if schedule == "halved in place" and isinstance(group["lr"], torch.Tensor):
+                group["lr"].mul_(0.5)
+            elif schedule != "constant":
+                group["lr"] = group["lr"] * (0.5 if step % 2 else 1.5)
+
+
+@given(
+    first=sgd_settings(),
+    second=sgd_settings(),
+    arrangement=st.sampled_from([one, biases_apart, one_for_each_layer, one_for_weights_one_for_biases]),
+    schedule=st.sampled_from(["constant", "changing", "halved in place"]),
+    steps_before=st.integers(0, 2),
+)
+def test_sgd_is_replayed_exactly_whatever_its_settings(first, second, arrangement, schedule, steps_before):
+    model, (inputs, labels) = network(), samples()
+    made = arrangement(model, first, second)
+    several = made if isinstance(made, list) else [made]
+    for _ in range(steps_before):  # so that momentum buffers are not empty when recording begins
+        F.cross_entropy(model(inputs), labels).backward()
+        for optimizer in several:
+            optimizer.step()
+            optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(
+            Path(folder) / "run",
+            model=model,
+            optimizer=made,
+            steps=5,
+            after_step=lambda step: change_lr(several, step, schedule),
+        )
+        dual = run.dual
+        assert_exact(dual)
+        for step, expected in enumerate(run.checkpoints):
+            assert_same_weights(dual.at_step(step), expected)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 6),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=8),  # changes momentum too
+        lambda o: torch.optim.lr_scheduler.LinearLR(o),
+    ],
+)
+def test_schedulers_of_pytorch(tmp_path, schedule):
+    model = network()
+    optimizer = sgd(model)
+    scheduler = schedule(optimizer)
+    run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=lambda _: scheduler.step())
+    assert_exact(run.dual)
+    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+
+
+def test_momentum_switched_on_and_off_in_the_middle(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = train(
+        tmp_path / "run",
+        model=model,
+        optimizer=optimizer,
+        steps=9,
+        after_step=lambda step: optimizer.param_groups[0].update(momentum=(0.9, 0.9, 0.0)[step % 3]),
+    )
+    assert_exact(run.dual)
+    assert_same_weights(run.dual.at_step(7), run.checkpoints[7])
+
+
+def test_a_parameter_group_added_in_the_middle(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    optimizer.add_param_group({"params": [model[2].weight], "lr": 0.05})
+
+    def add_bias(step):
+        if step == 2:
+            optimizer.add_param_group({"params": [model[2].bias], "lr": 0.2, "momentum": 0.5})
+
+    run = train(
+        tmp_path / "run",
+        model=model,
+        optimizer=optimizer,
+        after_backward=lambda _: None,
+        after_step=add_bias,
+    )
+    assert_exact(run.dual)
+    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+
+
+def test_settings_are_copied_before_the_step_returns():
+    lr = torch.tensor(0.25)
+    group = {"lr": lr, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    settings = OPTIMIZERS[torch.optim.SGD].settings(group, {})
+    lr.zero_()
+    assert settings["lr"] == 0.25
+    assert settings["fresh"] == 1.0
+
+
+def test_a_subclass_that_leaves_the_update_alone_is_replayed(tmp_path):
+    class Named(torch.optim.SGD):
+        def describe(self):
+            return "mine"
+
+    run = train(tmp_path / "run", optimizer=lambda m: Named(m.parameters(), lr=0.1, momentum=0.5))
+    assert_exact(run.dual)
+
+
+def test_a_subclass_with_an_update_of_its_own_is_refused():
+    class Noisy(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    assert replay_for(Noisy(network().parameters(), lr=0.1)) is None
+
+
+def test_an_optimizer_that_cannot_be_replayed_is_refused_with_those_that_can(tmp_path):
+    model = network()
+    with pytest.raises(OptimizerError, match=r"Adam cannot be replayed.*that can: SGD.*keep=\"keys\""):
+        dualform.record(model, torch.optim.Adam(model.parameters()), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_bad_optimizer_in_a_list_is_named(tmp_path):
+    model = network()
+    several = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.RMSprop(model[2].parameters())]
+    with pytest.raises(OptimizerError, match="RMSprop"):
+        dualform.record(model, several, tmp_path / "run")
+
+
+def test_keys_can_be_kept_under_any_optimizer(tmp_path):
+    run = train(tmp_path / "run", optimizer=lambda m: torch.optim.Adam(m.parameters()), keep="keys")
+    assert dualform.open(run.path).layer("0").keys.shape == (30, 5)
+
+
+@pytest.mark.parametrize("given", ["sgd", [3], None, 3])
+@pytest.mark.parametrize("keep", ["slots", "keys"])
+def test_what_is_no_optimizer_is_refused(tmp_path, given, keep):
+    with pytest.raises(OptimizerError, match=r"expected a torch\.optim\.Optimizer"):
+        dualform.record(network(), given, tmp_path / "run", keep=keep)
+
+
+def test_require_replay_says_nothing_about_sgd():
+    assert require_replay([sgd(network())]) is None

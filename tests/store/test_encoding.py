@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dualform.store.encoding import Pool, decode, encode
+
+
+def there_and_back(vectors, dtype):
+    encoded = encode(vectors, dtype)
+    return decode(encoded.data, encoded.exponents, vectors.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stored_as_it_is(dtype):
+    vectors = torch.randn(5, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(there_and_back(vectors, str(dtype).removeprefix("torch.")), vectors)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_copy_shares_no_memory(dtype):
+    vectors = torch.ones(2, 3, dtype=getattr(torch, dtype))
+    encoded = encode(vectors, dtype)
+    vectors.zero_()
+    assert torch.equal(decode(encoded.data, encoded.exponents, torch.float64), torch.ones(2, 3).double())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-7, 1e-3, 1.0, 1e4, 1e8, 1e20, 1e37])
+def test_float16_keeps_eleven_bits_at_any_size(size):
+    vectors = size * torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+    error = (there_and_back(vectors, "float16").double() - vectors.double()).norm(dim=1)
+    assert (error / vectors.double().norm(dim=1)).max() <= 2**-11
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=2, max_side=6),
+        elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
+    )
+)
+def test_float16_no_slot_vanishes_beside_a_larger_one(array):
+    vectors = torch.from_numpy(array)
+    vectors = vectors.where(vectors.abs() > 2.0**-90, 0)
+    norms = vectors.double().norm(dim=1)
+    error = (there_and_back(vectors, "float16").double() - vectors.double()).norm(dim=1)
+    assert bool((error <= 1e-3 * norms).all()), (error / norms, vectors)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_zeros_and_the_empty_batch(dtype):
+    assert torch.equal(there_and_back(torch.zeros(3, 4), dtype), torch.zeros(3, 4))
+    assert there_and_back(torch.zeros(0, 4), dtype).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_what_is_not_finite_stays_so_and_harms_no_other(dtype):
+    vectors = torch.tensor([[1.0, float("inf")], [float("nan"), 2.0], [3.0, -4.0]])
+    torch.testing.assert_close(there_and_back(vectors, dtype), vectors, equal_nan=True, rtol=1e-3, atol=0)
+
+
+def test_known_norms_change_nothing():
+    vectors = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    plain = encode(vectors, "float16")
+    told = encode(vectors, "float16", None, torch.linalg.vector_norm(vectors, dim=1))
+    assert torch.equal(plain.data, told.data)
+    assert torch.equal(plain.exponents, told.exponents)
+
+
+def test_the_size_counts_the_exponents():
+    assert encode(torch.zeros(3, 4), "float16").nbytes == 3 * 4 * 2 + 3 * 2
+    assert encode(torch.zeros(3, 4), "float32").nbytes == 3 * 4 * 4
+
+
+def test_a_pool_gives_back_what_it_was_given():
+    pool = Pool()
+    tensor = pool.take(torch.Size([3, 4]), torch.float32)
+    pool.give(tensor)
+    assert pool.take(torch.Size([3, 4]), torch.float32) is tensor
+    assert pool.take(torch.Size([3, 4]), torch.float32) is not tensor
+
+
+def test_a_pool_keeps_no_more_than_it_may():
+    pool = Pool(most_bytes=100)
+    large, small = torch.zeros(100), torch.zeros(20)
+    pool.give(large)
+    pool.give(small)
+    assert pool.take(large.shape, large.dtype) is not large
+    assert pool.take(small.shape, small.dtype) is small

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
+from dualform.store.format import (
+    MANIFEST,
+    VERSION,
+    Chunk,
+    Column,
+    File,
+    Layer,
+    Manifest,
+    Parameter,
+    Snapshot,
+    checksum,
+    chunk_name,
+    load_manifest,
+    snapshot_name,
+)
+
+
+@pytest.fixture
+def manifest():
+    return Manifest(
+        version=VERSION,
+        created_by="a test",
+        keep="slots",
+        dtype="float32",
+        layers=(Layer("a", "linear", 3, 2, "a.weight", "a.bias"), Layer("b", "linear", 2, 1, "b.weight", None)),
+        parameters=(Parameter("a.weight", (2, 3), "float32"),),
+        left_out={"c": "its weight is shared"},
+        batch_axis={"a": 1},
+        columns=(Column("label", "Int64", "row"),),
+        chunks=(
+            Chunk(
+                first_step=0,
+                end_step=3,
+                first_row=0,
+                rows=12,
+                slots=(12, 0),
+                keys=(9, 0),
+                files={"slots.safetensors": File(10, "ab")},
+            ),
+        ),
+        snapshots=(Snapshot(0, File(3, "cd")),),
+        ended="closed",
+    )
+
+
+def save(folder, manifest, **changes):
+    """Write a manifest, with some fields changed and a checksum that fits."""
+    data = {**json.loads(manifest.dump()), **changes}
+    data.pop("checksum")
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    (folder / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
+
+
+def test_there_and_back(tmp_path, manifest):
+    (tmp_path / MANIFEST).write_bytes(manifest.dump())
+    assert load_manifest(tmp_path) == manifest
+    assert manifest.end_step == 3
+
+
+def test_unknown_path(tmp_path):
+    with pytest.raises(StoreMissingError, match=r"nowhere holds no recording: there is no such folder"):
+        load_manifest(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_manifest(tmp_path):
+    with pytest.raises(StoreMissingError, match=rf"the folder has no {MANIFEST}.*dualform\.record\(\)"):
+        load_manifest(tmp_path)
+
+
+def test_a_file_instead_of_a_folder(tmp_path):
+    (tmp_path / "file").write_text("hello")
+    with pytest.raises(StoreMissingError, match="expected a folder"):
+        load_manifest(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "{", "[" * 100_000, '"\ud800"'.encode("utf-8", "surrogatepass")])
+def test_what_is_no_json(tmp_path, text):
+    (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(StoreDamagedError, match=MANIFEST):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"format": "zarr"}', '{"name": "a web page", "version": 3}'])
+def test_a_foreign_manifest(tmp_path, text):
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is no dualform manifest"):
+        load_manifest(tmp_path)
+
+
+def test_a_newer_version_says_so_before_anything_else(tmp_path, manifest):
+    save(tmp_path, manifest, version=VERSION + 1, layers="in a form of the future")
+    with pytest.raises(StoreVersionError, match=rf"format {VERSION + 1}.*reads up to {VERSION}.*Upgrade"):
+        load_manifest(tmp_path)
+
+
+def test_an_altered_byte(tmp_path, manifest):
+    (tmp_path / MANIFEST).write_bytes(manifest.dump().replace(b'"rows": 12', b'"rows": 13'))
+    with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is damaged: its checksum does not fit"):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", "none"),
+        ("layers", [{"name": "a"}]),
+        ("keep", 3),
+        ("chunks", [{"first_step": -1}]),
+        ("left_out", []),
+        ("version", "1"),
+        ("version", None),
+        ("surprise", 1),
+    ],
+)
+def test_fields_of_the_wrong_kind(tmp_path, manifest, field, value):
+    save(tmp_path, manifest, **{field: value})
+    with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is damaged"):
+        load_manifest(tmp_path)
+
+
+def test_a_missing_field(tmp_path, manifest):
+    data = json.loads(manifest.dump())
+    del data["layers"], data["checksum"]
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    (tmp_path / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
+    with pytest.raises(StoreDamagedError, match="layers"):
+        load_manifest(tmp_path)
+
+
+def test_names_sort_like_their_numbers():
+    assert sorted([chunk_name(10), chunk_name(9)]) == [chunk_name(9), chunk_name(10)]
+    assert sorted([snapshot_name(100), snapshot_name(99)]) == [snapshot_name(99), snapshot_name(100)]
