@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train the digits network with recording, verify it, show where predictions come from
 	$(BIN)/dualform demo
 
-test: $(READY) ## run all tests
-	$(BIN)/python -m pytest
+test: $(READY) ## run all tests (ARGS="-k masks" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(READY) ## format, lint, types and the direction of imports
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """How exact: the paper's MNIST run recorded in each type, checked in every way the README claims.
 
-    DUALFORM_DATA=… python bench/certificate.py [--steps 3000] [--dtypes float32,float16,float64]
+DUALFORM_DATA=… python bench/certificate.py [--steps 3000] [--dtypes float32,float16,float64]
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import mnist
 import polars as pl
 import torch
 from torch import nn
 
 import dualform
+import mnist
 
 
 def distances(model: nn.Module, other: nn.Module, start: nn.Module, updates: int) -> dict[str, dict[str, float]]:
     """For each parameter: gap and distance in rounding floors between two networks."""
     found = {}
-    mine, theirs, first = (dict(m.named_parameters()) for m in (model, other, start))
+    mine, theirs, first = ({n: p.detach() for n, p in m.named_parameters()} for m in (model, other, start))
     for name, value in theirs.items():
         distance = float((mine[name] - value).double().norm())
         moved = float((value - first[name]).double().norm())
@@ -66,7 +66,7 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
     opposite = copy.deepcopy(low)
     with torch.no_grad():
         for name, value in opposite.named_parameters():
-            value += dict(high.named_parameters())[name] - dict(nothing.named_parameters())[name]
+            value.add_(dict(high.named_parameters())[name] - dict(nothing.named_parameters())[name])
     parts = dual.contributions(test_images[:100])["4"].parts()
     rest = float((parts["remainder"].abs() / parts["target"].abs()).max())  # type: ignore[arg-type]
     result = {
@@ -81,9 +81,9 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
         "mask + opposite against the model": distances(opposite, model, start, steps),
         "contributions of the last layer, largest relative remainder": rest,
     }
-    for name, value in result.items():
-        if isinstance(value, dict) and name != "certificate":
-            print(f"{name}: largest gap {max(v['gap'] for v in value.values()):.1e}")
+    for check, numbers in result.items():
+        if isinstance(numbers, dict) and check != "certificate":
+            print(f"{check}: largest gap {max(v['gap'] for v in numbers.values()):.1e}")
     print(f"contributions: largest relative remainder {rest:.1e}")
     return result
 

@@ -65,7 +65,7 @@ def train(
         before(ids)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images[ids]), labels[ids])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         after(step + 1)

@@ -1,6 +1,6 @@
 """Cost of recording: the paper's MNIST training with a recorder / without, in one run.
 
-    DUALFORM_DATA=… python bench/recording.py [--steps 3000] [--repeats 3]
+DUALFORM_DATA=… python bench/recording.py [--steps 3000] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import mnist
-
 import dualform
+import mnist
 
 
 def seconds(kind: str, folder: Path, steps: int) -> float:

@@ -1,22 +1,21 @@
 """The command line: `dualform demo | info | verify | export`.
 
-Exit codes: 0 all is well; 1 a parameter fails its verification; 2 the command or the store makes no sense as given.
+Exit codes: 0 all is well; 1 a parameter fails its verification; 2 the command or the store cannot be used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from typer.core import TyperGroup
 
 from dualform.errors import DualformError
 from dualform.version import __version__
@@ -26,13 +25,18 @@ EXTRAS = {"sklearn": "demo", "matplotlib": "demo"}
 """Packages that only some commands need, and the extra that brings them."""
 
 
-class Commands(TyperGroup):
-    """Turns the errors of the library into one line and an exit code."""
+P = ParamSpec("P")
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
+
+def _one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """What the library raises on purpose becomes one line on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            return super().invoke(ctx)
+            command(*args, **kwargs)
+        except BrokenPipeError:
+            raise  # whoever read standard output has gone: nothing is wrong with the store
         except (DualformError, OSError) as error:
             problem = " ".join(str(error).split())
         except ModuleNotFoundError as error:
@@ -40,15 +44,17 @@ class Commands(TyperGroup):
             if extra is None:
                 raise
             problem = f"this command needs {error.name}: pip install 'dualform[{extra}]'."
+        else:
+            return
         print(f"error: {problem}", file=sys.stderr)
         raise typer.Exit(UNUSABLE)
 
+    return run
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Run = Annotated[
-    Path, typer.Argument(help="The folder that was given to dualform.record().", show_default=False)
-]
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Run = Annotated[Path, typer.Argument(help="The folder that was given to dualform.record().", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 
@@ -68,12 +74,11 @@ def main(
 
 
 @app.command()
+@_one_line_errors
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the recording and the figure.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Decides the split, the first weights and the order.")] = 0,
-    figure: Annotated[
-        bool, typer.Option("--figure/--no-figure", help="Draw sources.png and sources.svg.")
-    ] = True,
+    figure: Annotated[bool, typer.Option("--figure/--no-figure", help="Draw sources.png and sources.svg.")] = True,
     as_json: Json = False,
 ) -> None:
     """Train a digits network with recording, verify it, and show where two of its answers come from."""
@@ -98,6 +103,7 @@ def demo(
 
 
 @app.command()
+@_one_line_errors
 def info(run: Run, as_json: Json = False) -> None:
     """Say what a recording holds."""
     import dualform
@@ -111,6 +117,7 @@ def info(run: Run, as_json: Json = False) -> None:
 
 
 @app.command()
+@_one_line_errors
 def verify(
     run: Run,
     step: Annotated[
@@ -137,11 +144,10 @@ def verify(
 
 
 @app.command()
+@_one_line_errors
 def export(
     run: Run,
-    to: Annotated[
-        Path, typer.Option(help="Folder for the Parquet files; made if need be.", show_default=False)
-    ],
+    to: Annotated[Path, typer.Option(help="Folder for the Parquet files; made if need be.", show_default=False)],
     queries: Annotated[
         Path | None,
         typer.Option(help="Query vectors of a layer: .npy, .safetensors or .parquet.", show_default=False),
@@ -149,9 +155,7 @@ def export(
     layer: Annotated[
         str | None, typer.Option(help="The layer that the query vectors belong to.", show_default=False)
     ] = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, help="So many slots for each query.", show_default="10")
-    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="So many slots for each query.", show_default="10")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The attention weights of all slots.")] = False,
     where: Annotated[
         str | None, typer.Option(help='Only these rows and slots: SQL, e.g. "label = 7 and step >= 100".')
@@ -163,9 +167,7 @@ def export(
         given, missing = ("--layer", "--queries") if queries is None else ("--queries", "--layer")
         raise typer.BadParameter(f"{given} needs {missing} beside it.", param_hint=missing)
     if queries is None and (top is not None or everything):
-        raise typer.BadParameter(
-            "--top and --all need --queries FILE and --layer NAME.", param_hint="--queries"
-        )
+        raise typer.BadParameter("--top and --all need --queries FILE and --layer NAME.", param_hint="--queries")
     if top is not None and everything:
         raise typer.BadParameter("give one of --top and --all.", param_hint="--top")
 

@@ -1,4 +1,4 @@
-"""The demo: a small network learns scikit-learn's digits while it is recorded, then two of its answers are explained.
+"""The demo: a small network learns digits while it is recorded, then two of its answers are explained.
 
     dualform demo
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import polars as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dualform
@@ -25,7 +24,7 @@ from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
 
 CLASSES = 10
 SETTINGS = "demo.json"
-"""Written beside the recording: what replays it. It also marks the folder as one that the demo may replace."""
+"""Written beside the recording: what replays it. It also marks a folder that the demo may replace."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done, and how much there is."""
@@ -49,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (n, 64) with mean 0 and deviation 1, labels (n,), and which of them are for training and testing."""
+    """Images (n, 64) with mean 0 and deviation 1, labels (n,), and the numbers of those in each half."""
 
     images: Tensor
     labels: Tensor
@@ -116,7 +115,7 @@ def run(folder: Path, settings: Settings = Settings(), progress: Progress | None
 
 
 def load(settings: Settings) -> Digits:
-    """scikit-learn's 1797 digits of 8 × 8 pixels, which come with the package, in an order that the seed decides."""
+    """scikit-learn's 1797 digits of 8 × 8 pixels (nothing is downloaded), split as the seed decides."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -146,19 +145,17 @@ def train(folder: Path, digits: Digits, settings: Settings, progress: Progress |
     ours = (folder / SETTINGS).exists()
     with dualform.record(model, optimizer, folder, overwrite=ours) as recorder:
         (folder / SETTINGS).write_text(
-            json.dumps(
-                {"dualform": dualform.__version__, "torch": torch.__version__, **asdict(settings)}, indent=1
-            )
+            json.dumps({"dualform": dualform.__version__, "torch": torch.__version__, **asdict(settings)}, indent=1)
         )
         for epoch in range(settings.epochs):
             if progress is not None:
                 progress("training", epoch, settings.epochs)
             order = digits.train[torch.randperm(len(digits.train), generator=shuffles)]
-            for ids in order.split(settings.batch):
+            for ids in torch.split(order, settings.batch):
                 images, labels = digits.images[ids], digits.labels[ids]
                 recorder.batch(sample_id=ids, label=labels)
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), labels)
+                loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
                 optimizer.step()
@@ -169,9 +166,10 @@ def train(folder: Path, digits: Digits, settings: Settings, progress: Progress |
 
 
 def choose(logits: Tensor, labels: Tensor) -> tuple[int, int]:
-    """Places of one right and one wrong answer: the first wrong one, and the first right one of the same class.
+    """Places of a right and a wrong answer: the first wrong one, and the first right one of the same class.
 
-    Without a wrong answer, the one with the smallest margin; without a right one in its class, the first right one.
+    Without a wrong answer, the one with the smallest margin; without a right one in its class, the first
+    right one of any.
     """
     fits = logits.argmax(1) == labels
     best = logits.topk(2, dim=1).values
@@ -193,18 +191,14 @@ def explain(
     answers = logits.argmax(1)
     attention = dual.attend(images)
     last = dual.layers[-1]
-    tops = {
-        name: _distinct(attention[name].top(settings.top * settings.epochs), settings.top)
-        for name in dual.layers
-    }
+    tops = {name: _distinct(attention[name].top(settings.top * settings.epochs), settings.top) for name in dual.layers}
     totals = {name: _by_class(attention[name].total("label")) for name in dual.layers}
     splits: dict[str, list[LogitSplit]] = {}
     for what, units in (("answer", answers), ("truth", labels)):
         contributions = dual.contributions(images, target=units)[last]
         parts, initial = _by_class(contributions.total("label")), contributions.parts()["initial"]
         splits[what] = [
-            LogitSplit(int(unit), initial[i], parts[i], float(logits[i, unit]))
-            for i, unit in enumerate(units)
+            LogitSplit(int(unit), initial[i], parts[i], float(logits[i, unit])) for i, unit in enumerate(units)
         ]
     explained = []
     for i, sample_id in enumerate(sample_ids.tolist()):
@@ -227,7 +221,7 @@ def explain(
 
 
 def _distinct(top: pl.DataFrame, k: int) -> list[list[dict[str, Any]]]:
-    """For each query the best visit of its k best examples: an example seen n times fills at most n places."""
+    """For each query the best visit of its k best examples: each fills at most as many places as visits."""
     best = top.unique(["query", "sample_id"], keep="first", maintain_order=True)
     return [part.head(k).to_dicts() for part in best.partition_by("query", maintain_order=True)]
 
@@ -242,9 +236,7 @@ def _by_class(totals: pl.DataFrame) -> list[tuple[float, ...]]:
 
 
 def _source(digits: Digits, row: dict[str, Any]) -> Source:
-    return Source(
-        row["sample_id"], row["label"], row["step"], row["weight"], digits.picture(row["sample_id"])
-    )
+    return Source(row["sample_id"], row["label"], row["step"], row["weight"], digits.picture(row["sample_id"]))
 
 
 def _plain(explained: Explained) -> dict[str, Any]:
@@ -260,10 +252,7 @@ def _plain(explained: Explained) -> dict[str, Any]:
             }
             for layer in explained.layers
         ],
-        "logits": [
-            {**asdict(split), "total": split.total, "remainder": split.remainder}
-            for split in explained.splits
-        ],
+        "logits": [{**asdict(split), "total": split.total, "remainder": split.remainder} for split in explained.splits],
     }
 
 

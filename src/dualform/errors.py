@@ -17,6 +17,8 @@ DualformError
     ├── UnknownLayerError (LookupError)
     ├── ModelMismatchError                 the model is not the one that was recorded
     └── NotRecordedError (LookupError)     the store does not hold what the question needs
+
+InexactWarning (UserWarning)               an answer about a layer that was marked as inexact
 """
 
 
@@ -89,3 +91,7 @@ class ModelMismatchError(QuestionError):
 
 class NotRecordedError(QuestionError, LookupError):
     """The store does not hold what this question needs."""
+
+
+class InexactWarning(UserWarning):
+    """An answer about a layer whose slots do not explain it from some step on (on_unexplained="mark")."""

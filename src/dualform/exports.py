@@ -68,7 +68,7 @@ def write_all(
     where: str | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Every attention weight, a file for each stretch of slots: `attention-LAYER/part-000000.parquet` and so on."""
+    """Every attention weight, a file for each stretch of slots: `attention-LAYER/part-000000.parquet`, …"""
     attention = dual.attend({layer: queries})[layer]
     stretches = attention.weights(where=where)
     path = folder / f"attention-{_file_name(layer)}"
@@ -77,9 +77,7 @@ def write_all(
         old.unlink()
     slots, lines = dual.layer(layer).slots, 0
     for number, (numbers, weights) in enumerate(stretches):
-        part = _long(weights).with_columns(
-            pl.Series("slot", np.tile(numbers.numpy(), weights.shape[:2].numel()))
-        )
+        part = _long(weights).with_columns(pl.Series("slot", np.tile(numbers.numpy(), weights.shape[:2].numel())))
         found = describe(dual.store, layer, numbers.numpy(), dual.end_step)
         part = part.join(found, on="slot", how="left", maintain_order="left")
         part.write_parquet(path / f"part-{number:06d}.parquet")
@@ -92,8 +90,8 @@ def write_all(
 def read_queries(path: Path, layer: str) -> Tensor:
     """Query vectors, (queries, d_in) or (queries, positions, d_in).
 
-    .npy: one array. .safetensors: the tensor with the layer's name, or the only one. .parquet: a line for each query,
-    in one column of lists or in one column for each feature.
+    .npy: one array. .safetensors: the tensor with the layer's name, or the only one. .parquet: a line for
+    each query, in one column of lists or in one column for each feature.
     """
     if not path.is_file():
         raise QuestionError(f"there is no file {path} to read query vectors from.")
@@ -108,18 +106,14 @@ def read_queries(path: Path, layer: str) -> Tensor:
         if isinstance(error, QuestionError):
             raise
         raise QuestionError(f"{path} cannot be read as query vectors: {error}.") from None
-    raise QuestionError(
-        f"{path}: query vectors are read from {', '.join(READERS)} files, not from {path.suffix!r}."
-    )
+    raise QuestionError(f"{path}: query vectors are read from {', '.join(READERS)} files, not from {path.suffix!r}.")
 
 
 def _from_safetensors(path: Path, layer: str) -> Tensor:
     with safe_open(path, "pt") as file:
         names = list(file.keys())
         if layer not in names and len(names) != 1:
-            raise QuestionError(
-                f"{path} has no tensor {layer!r}, and several others: {', '.join(map(repr, names))}."
-            )
+            raise QuestionError(f"{path} has no tensor {layer!r}, and several others: {', '.join(map(repr, names))}.")
         tensor: Tensor = file.get_tensor(layer if layer in names else names[0])
         return tensor
 
@@ -131,8 +125,8 @@ def _from_parquet(path: Path) -> Tensor:
     wrong = [name for name, kind in table.schema.items() if not kind.is_numeric()]
     if wrong:
         raise QuestionError(
-            f"{path}: the columns {', '.join(map(repr, wrong))} are not numbers. Expected one column of lists, or one "
-            f"column of numbers for each feature."
+            f"{path}: the columns {', '.join(map(repr, wrong))} are not numbers. Expected one column "
+            f"of lists, or one column of numbers for each feature."
         )
     return torch.from_numpy(table.to_numpy(order="c").astype(np.float64))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def show_certificate(console: Console, certificate: Certificate) -> None:
     """One line for each parameter, and the verdict."""
     title = f"Certificate after step {certificate.step:,}, against {certificate.compared_with}"
-    table = _table(title, "parameter", ">gap", ">distance", ">rounding floor", ">movement", "verdict")
+    table = _table(title, "parameter", ">gap", ">distance", ">floor", ">movement", "verdict")
     for row in certificate.frame.to_dicts():
         good = row["verdict"] == "pass"
         table.add_row(
@@ -36,11 +36,8 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
     if failed:
         console.print(Text(f"Not verified: {', '.join(failed)}", style="bold red"))
     else:
-        console.print(
-            Text(
-                f"All {certificate.frame.height} parameters equal their dual: initial part + what the slots wrote."
-            )
-        )
+        count = certificate.frame.height
+        console.print(Text(f"All {count} parameters equal their dual: initial part + what the slots wrote."))
 
 
 def show_info(console: Console, info: dict[str, Any]) -> None:
@@ -76,8 +73,9 @@ def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:
     console.print()
     show_certificate(console, demo.certificate)
     console.print(
-        f"\nTrained on {settings.train_images:,} digits for {demo.steps:,} steps (SGD, momentum {settings.momentum:g}, "
-        f"gradients clipped at norm {settings.clip_norm:g}), recorded in {_size(demo.nbytes)}. "
+        f"\nTrained on {settings.train_images:,} digits for {demo.steps:,} steps (SGD, momentum "
+        f"{settings.momentum:g}, gradients clipped at norm {settings.clip_norm:g}), recorded in "
+        f"{_size(demo.nbytes)}. "
         f"[bold]Test accuracy {demo.accuracy:.1%}[/].",
         highlight=False,
     )
@@ -91,7 +89,8 @@ def _show_explained(console: Console, explained: Explained) -> None:
     style = "green" if explained.right else "red"
     console.print()
     console.rule(
-        f"[bold {style}]{how}[/]: test digit {explained.sample_id}, true class {explained.label}, answered {explained.answer}",
+        f"[bold {style}]{how}[/]: test digit {explained.sample_id}, true class {explained.label}, "
+        f"answered {explained.answer}",
         align="left",
     )
     top = _table("Training digits with the highest attention weight (each at its best visit)", ">#")
@@ -115,9 +114,7 @@ def _show_explained(console: Console, explained: Explained) -> None:
     totals.add_row("initial part", *none, *(f"{split.initial:+.4f}" for split in explained.splits))
     for label in range(len(explained.splits[0].parts)):
         attention = (f"{layer.totals[label]:,.0f}" for layer in explained.layers)
-        totals.add_row(
-            _label(label), *attention, *(f"{split.parts[label]:+.4f}" for split in explained.splits)
-        )
+        totals.add_row(_label(label), *attention, *(f"{split.parts[label]:+.4f}" for split in explained.splits))
     totals.add_section()
     sums = (f"{sum(layer.totals):,.0f}" for layer in explained.layers)
     totals.add_row("sum", *sums, *(f"{split.total:+.4f}" for split in explained.splits))
@@ -131,23 +128,23 @@ def _show_further(console: Console, demo: Demo, figures: list[Path]) -> None:
     console.rule("[bold]How to go on[/]", align="left")
     if figures:
         console.print(f"Figure: {' and '.join(map(str, figures))}", highlight=False, soft_wrap=True)
-    width = demo.settings.width
+    width, lost, half = demo.settings.width, demo.wrong.label, demo.steps // 2
     console.print(
         f"""
 Commands:
   dualform info {demo.folder}
-  dualform verify {demo.folder} --step {demo.steps // 2}
-  dualform export {demo.folder} --to runs/export --where "label = {demo.wrong.label}"
+  dualform verify {demo.folder} --step {half}
+  dualform export {demo.folder} --to runs/export --where "label = {lost}"
 
 Python:
   import dualform, polars as pl
   from torch import nn
   model = nn.Sequential(nn.Linear(64, {width}), nn.ReLU(), nn.Linear({width}, {width}), nn.ReLU(),
-                        nn.Linear({width}, 10))              # the weights come from the recording
+                        nn.Linear({width}, 10))   # its weights come from the recording
   dual = dualform.open("{demo.folder}", model)
-  forgetful = dual.masked(drop=pl.col("label") == {demo.wrong.label})   # the network without its memory of {demo.wrong.label}
-  earlier = dual.at_step({demo.steps // 2})                          # the network as it was then
-  dual.layer("4").initial_weight                        # W_0 of equation 13; .keys, .values
+  dual.masked(drop=pl.col("label") == {lost})   # the network without its memory of {lost}s
+  dual.at_step({half})                        # the network as it was then
+  dual.layer("4").keys                     # X of equation 13; .values, .initial_weight
 """.rstrip(),
         markup=False,
         highlight=False,
@@ -157,9 +154,7 @@ Python:
 
 def _table(title: str, *columns: str, header: bool = True) -> Table:
     """A table; a column that begins with > is flushed right."""
-    table = Table(
-        title=Text(title), title_justify="left", title_style="bold", show_header=header, box=box.SIMPLE_HEAD
-    )
+    table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=header, box=box.SIMPLE_HEAD)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")

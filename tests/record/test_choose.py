@@ -24,7 +24,7 @@ class Model(nn.Module):
 
 def chosen(model, wanted=None, optimizers=None):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] if optimizers is None else optimizers
-    layers, left_out = choose(model, optimizers, wanted)
+    layers, *_, left_out = choose(model, optimizers, wanted)
     return [layer.name for layer in layers], left_out
 
 

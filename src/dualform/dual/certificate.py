@@ -21,7 +21,8 @@ from dualform.dual.weights import rebuilt
 from dualform.store.format import Layer
 from dualform.store.reader import Store
 
-TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 3e-4}
+TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3}
+"""By the type of the parameter or of the store, whichever is coarser; float16 rounds key and error signal by 2⁻¹¹."""
 FLOORS = 4
 
 Progress = Callable[[str, int, int], None]
@@ -49,7 +50,12 @@ class Certificate:
         for row in rows:
             row.update({k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)})
         return json.dumps(
-            {"passed": self.passed, "step": self.step, "compared_with": self.compared_with, "parameters": rows},
+            {
+                "passed": self.passed,
+                "step": self.step,
+                "compared_with": self.compared_with,
+                "parameters": rows,
+            },
             indent=1,
         )
 
@@ -87,7 +93,9 @@ def verify(store: Store, end: int, progress: Progress | None = None) -> Certific
         dual = rebuilt(store, layer, begin=0, end=end)
         primal = _primal(store, layer, nearest, end)
         for name, weights in dual.items():
-            lines.append(_line(store, layer, name, weights, None if compared.startswith("nothing") else primal[name], end))
+            lines.append(
+                _line(store, layer, name, weights, None if compared.startswith("nothing") else primal[name], end)
+            )
     if progress is not None:
         progress("verifying", len(store.manifest.layers), len(store.manifest.layers))
     return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, compared)
@@ -105,6 +113,13 @@ _SCHEMA: dict[str, Any] = {
     "verdict": pl.String,
     "reason": pl.String,
 }
+
+
+def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
+    """The first step in which a parameter's gradient was not finite, or None."""
+    here = (pl.col("parameter") == parameter) & pl.col("residual").is_nan() & (pl.col("step") < end)
+    step = store.updates.filter(here)["step"].min()
+    return step if isinstance(step, int) else None
 
 
 def _primal(store: Store, layer: Layer, nearest: int, end: int) -> dict[str, Tensor]:
@@ -126,9 +141,14 @@ def _line(
     unit = torch.finfo(getattr(torch, described.dtype)).eps / 2
     floor = unit * math.sqrt(mine.height) * float(reached.norm())
     gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
-    tolerance = max(TOLERANCE.get(described.dtype, 3e-4), TOLERANCE[store.manifest.dtype])
+    tolerance = max(TOLERANCE.get(described.dtype, TOLERANCE["float16"]), TOLERANCE[store.manifest.dtype])
     verdict, reason = _judge(gap, distance, floor, tolerance, movement)
-    if primal is None:
+    lost, mark = not_finite_from(store, store.parameter(name), end), store.manifest.inexact.get(layer.name)
+    if lost is not None:
+        verdict, reason = "fail", f"its gradient is not finite from step {lost} on"
+    elif mark is not None and mark.step < end:
+        verdict, reason = "inexact", f"from step {mark.step} on: {mark.why}"
+    elif primal is None:
         verdict, reason = "unknown", "there are no weights to compare with"
     residuals = mine["residual"].drop_nans()
     return {
@@ -154,4 +174,7 @@ def _judge(gap: float, distance: float, floor: float, tolerance: float, movement
         return "pass", f"gap ≤ {tolerance:.0e}"
     if distance <= FLOORS * floor:
         return "pass", f"within {FLOORS} rounding floors"
-    return "fail", f"gap above {tolerance:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved"
+    return (
+        "fail",
+        f"gap above {tolerance:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved",
+    )

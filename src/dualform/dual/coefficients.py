@@ -48,7 +48,7 @@ def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | Non
     if store.manifest.keep == "keys":
         raise NotRecordedError(
             f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
-            f"certificate. Record with keep=\"slots\" for those."
+            f'certificate. Record with keep="slots" for those.'
         )
     number = store.parameter(parameter)
     end = store.end_step if end is None else end

@@ -16,7 +16,7 @@ RIGHT_INK, WRONG_INK = "#117733", "#B0304A"
 
 
 def colour_of(label: int) -> str:
-    """The colour of a class; beyond ten classes they repeat, so a label is always written beside its colour."""
+    """The colour of a class; beyond ten they repeat, so a label is always written beside its colour."""
     return CLASSES[label % len(CLASSES)]
 
 

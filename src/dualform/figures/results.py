@@ -24,7 +24,7 @@ class Source:
 
 @dataclass(frozen=True)
 class LayerSources:
-    """Where one layer looks: its top training examples, best first, and its attention weights summed by class."""
+    """Where one layer looks: its top training examples, best first, and its attention summed by class."""
 
     layer: str
     top: tuple[Source, ...]

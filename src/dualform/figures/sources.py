@@ -1,4 +1,4 @@
-"""Where answers come from: a test image, its top training images in each layer, class totals, and its logit's split."""
+"""Where answers come from: a test image, its top training images, class totals, and its logit's split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEFT, MIDDLE, RIGHT = (0.22, 2.66), (3.24, 4.00), (7.64, 1.20)
 DPI = 200
 SMALL, NORMAL, LARGE = 7.0, 8.0, 11.0
 """Font sizes in points: the smallest is 10 pixels high where the figure is 900 pixels wide."""
-FONT = {"font.family": "DejaVu Sans", "svg.hashsalt": "dualform"}
+FONT: Any = {"font.family": "DejaVu Sans", "svg.hashsalt": "dualform"}
 """Comes with Matplotlib; the salt makes the same results give the same SVG."""
 
 
@@ -57,8 +57,8 @@ def draw(explained: Sequence[Explained]) -> Figure:
     sheet.text(
         LEFT[0],
         top + 0.22,
-        "Bars on the left add up to the model's own logit. A training digit is shown at the visit with its highest "
-        "attention weight (key · query).",
+        "Bars on the left add up to the model's own logit. A training digit is shown at the visit with its "
+        "highest attention weight (key · query).",
         color=FAINT,
     )
     return sheet.figure
@@ -95,9 +95,7 @@ class Sheet:
 
 def _block(sheet: Sheet, one: Explained, top: float) -> None:
     mark = "right" if one.right else "wrong"
-    sheet.text(
-        LEFT[0], top + 0.30, f"Test digit {one.label}, answered {one.answer}", size=LARGE, weight="bold"
-    )
+    sheet.text(LEFT[0], top + 0.30, f"Test digit {one.label}, answered {one.answer}", size=LARGE, weight="bold")
     sheet.text(
         LEFT[0] + 2.32,
         top + 0.30,
@@ -108,9 +106,7 @@ def _block(sheet: Sheet, one: Explained, top: float) -> None:
     )
     heads = top + 0.62
     style = {"size": NORMAL, "color": FAINT}
-    sheet.text(
-        MIDDLE[0], heads, "training digits with the highest attention weight: class, weight, step", **style
-    )
+    sheet.text(MIDDLE[0], heads, "training digits with the highest attention weight: class, weight, step", **style)
     sheet.text(RIGHT[0] - 0.22, heads, "attention by class", **style)
     begin = top + 0.80
     _test_image(sheet, one, begin)
@@ -174,9 +170,7 @@ def _logits(sheet: Sheet, one: Explained, top: float, height: float) -> None:
     for place, split in enumerate(one.splits):
         what = "answer" if split.unit == one.answer else "truth"
         left = LEFT[0] + names + place * width
-        sheet.text(
-            left + width - 0.06, top - 0.12, f"logit of {split.unit} ({what})", ha="right", color=FAINT
-        )
+        sheet.text(left + width - 0.06, top - 0.12, f"logit of {split.unit} ({what})", ha="right", color=FAINT)
         _logit(sheet, split, (left, top, width, height - 0.36), limits, named=place == 0)
         foot = top + height - 0.26
         for row, (word, number) in enumerate((("sum", split.total), ("logit", split.logit))):

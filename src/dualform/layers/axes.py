@@ -47,7 +47,12 @@ class Layout:
 
 
 def layout(
-    lead: tuple[int, ...], rows: int, *, layer: str, axis: int | None = None, evidence: Iterable[int | None] = ()
+    lead: tuple[int, ...],
+    rows: int,
+    *,
+    layer: str,
+    axis: int | None = None,
+    evidence: Iterable[int | None] = (),
 ) -> Layout:
     """Find the rows among the leading axes of a layer's input.
 

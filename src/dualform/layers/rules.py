@@ -45,9 +45,10 @@ def refusal(module: nn.Module) -> str | None:
     """Why a module that has a rule cannot be recorded all the same, or None."""
     if parametrize.is_parametrized(module):
         return "its weight is parametrised: the trained parameter is another one"
-    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter):
         return "its weight is no parameter (old-style weight normalisation, or a lazy layer not yet run)"
-    if nn.parameter.is_lazy(module.weight):  # type: ignore[no-untyped-call]
+    if nn.parameter.is_lazy(weight):
         return "its weight is not initialised yet (a lazy layer): run the model once before record()"
     for kind in RULES:
         if isinstance(module, kind) and type(module).forward is not kind.forward:

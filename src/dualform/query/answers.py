@@ -47,7 +47,9 @@ class Answer(ABC):
         self._store, self.layer, self._end = store, layer, end
         self._shape = tuple(shape.values())
         places = np.indices(self._shape).reshape(len(shape), -1)
-        self._address = pl.DataFrame({name: places[i] for i, name in enumerate(shape)}, schema=dict.fromkeys(shape, pl.Int64))
+        self._address = pl.DataFrame(
+            {name: places[i] for i, name in enumerate(shape)}, schema=dict.fromkeys(shape, pl.Int64)
+        )
         self._dtype = dtype
 
     @abstractmethod

@@ -27,7 +27,14 @@ class LayerContributions(Answer):
     value = "contribution"
 
     def __init__(
-        self, store: Store, layer: Layer, end: int, queries: Tensor, gradients: Tensor, target: Tensor, dtype: torch.dtype
+        self,
+        store: Store,
+        layer: Layer,
+        end: int,
+        queries: Tensor,
+        gradients: Tensor,
+        target: Tensor,
+        dtype: torch.dtype,
     ):
         """queries (examples, positions, d_in); gradients (examples, positions, d_out); target (examples,)."""
         super().__init__(store, layer, end, {"query": queries.shape[0]}, dtype)
@@ -57,7 +64,10 @@ class LayerContributions(Answer):
                 "remainder": (self._target - initial - slots).numpy(),
                 "target": self._target.numpy(),
             },
-            schema={"query": pl.Int64, **dict.fromkeys(("initial", "slots", "remainder", "target"), pl.Float64)},
+            schema={
+                "query": pl.Int64,
+                **dict.fromkeys(("initial", "slots", "remainder", "target"), pl.Float64),
+            },
         )
 
     @cached_property
@@ -73,9 +83,7 @@ class LayerContributions(Answer):
         outputs = self._queries.double() @ weight.T
         if of_bias is not None:
             # What bias gradients hold beyond the sum of their slots is rounding: it stays with the initial part.
-            outputs += rebuilt_bias(
-                self._store, self.layer, begin=0, end=self._end, keep=lambda chunk: chunk.place < 0
-            )
+            outputs += rebuilt_bias(self._store, self.layer, begin=0, end=self._end, keep=lambda chunk: chunk.place < 0)
         return (outputs * self._gradients.double()).sum((1, 2))
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:

@@ -72,7 +72,11 @@ def run(
         for number, (key, _) in enumerate(calls):
             told, source = batch_axis.get(name), axes.flattened_from(key, rows)
             where = axes.layout(
-                tuple(key.shape[:-1]), rows, layer=name, axis=told, evidence=evidence if source is None else {source}
+                tuple(key.shape[:-1]),
+                rows,
+                layer=name,
+                axis=told,
+                evidence=evidence if source is None else {source},
             )
             queries.append(where.slots(key.detach()).reshape(rows, where.positions, key.shape[-1]))
             if gradients:
@@ -105,7 +109,9 @@ def _target(output: Any, target: Any, rows: int) -> Tensor:
         chosen = target(output)
         if not isinstance(chosen, Tensor) or chosen.shape != (rows,):
             came = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
-            raise QuestionError(f"target(output) gave {came}; expected a tensor with one number for each of {rows} examples.")
+            raise QuestionError(
+                f"target(output) gave {came}; expected a tensor with one number for each of {rows} examples."
+            )
         return chosen
     if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[0] != rows:
         came = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

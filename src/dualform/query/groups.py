@@ -34,7 +34,7 @@ class Groups:
             chunks = list(store.chunks(layer, end_step=end))
             columns = [name for name in self.by if name != "position"]
             tables = [slot_table(store, chunk, columns).select(self.by) for chunk in chunks]
-            whole = pl.concat(tables) if tables else pl.DataFrame(schema={name: pl.Int64 for name in self.by})
+            whole = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
             self.values, codes = _number(whole)
             starts = np.cumsum([0, *(t.height for t in tables)])
             for chunk, low, high in zip(chunks, starts[:-1], starts[1:], strict=True):
@@ -47,6 +47,7 @@ class Groups:
         return self.values.height
 
     def __call__(self, chunk: SlotChunk) -> Ints:
+        """(slots,): the number of each slot's group."""
         if self._codes is not None:
             return self._codes[chunk.rows()]
         return self._by_slot[chunk.first_slot]
@@ -55,14 +56,16 @@ class Groups:
         """The groups with those other columns that are the same for all rows of a group (a sample's label)."""
         if self._codes is None:
             return self.values
-        others = [
-            c.name for c in self._store.manifest.columns if c.name not in self.by and c.per == "row"
-        ]
+        others = [c.name for c in self._store.manifest.columns if c.name not in self.by and c.per == "row"]
         if not others:
             return self.values
-        table = self._rows.select(self.by + others).group_by(self.by).agg(
-            *(pl.col(name).first() for name in others),
-            *((pl.col(name).n_unique() == 1).alias(f"{name} is one") for name in others),
+        table = (
+            self._rows.select(self.by + others)
+            .group_by(self.by)
+            .agg(
+                *(pl.col(name).first() for name in others),
+                *((pl.col(name).n_unique() == 1).alias(f"{name} is one") for name in others),
+            )
         )
         same = [name for name in others if bool(table[f"{name} is one"].all())]
         return self.values.join(table.select(self.by + same), on=self.by, how="left", maintain_order="left")

@@ -30,6 +30,7 @@ class Mask:
             self._rows = self._evaluate(table)
 
     def __call__(self, chunk: SlotChunk) -> Bools:
+        """(slots,): which slots of a chunk take part."""
         if self._rows is not None:
             return self._rows[chunk.rows()]
         found = self._of_layer(chunk.layer.name)
@@ -59,7 +60,7 @@ class Mask:
         if result.dtype != pl.Boolean:
             raise MaskError(
                 f"{self._name}: {self._where} gives {result.dtype}, expected true or false for each row, "
-                f"e.g. pl.col(\"label\") == 7."
+                f'e.g. pl.col("label") == 7.'
             )
         if len(result) != table.height:
             raise MaskError(f"{self._name}: {self._where} gives {len(result)} values for {table.height} rows.")
@@ -77,8 +78,8 @@ def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
         return where
     if not isinstance(where, str):
         raise MaskError(
-            f"{name}: got {type(where).__name__}, expected a Polars expression, e.g. pl.col(\"label\") == 7, "
-            f"or SQL, e.g. \"label = 7\"."
+            f'{name}: got {type(where).__name__}, expected a Polars expression, e.g. pl.col("label") == 7, '
+            f'or SQL, e.g. "label = 7".'
         )
     try:
         return pl.sql_expr(where)

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 from dualform.dual import certificate
 from dualform.dual.layer import DualLayer
 from dualform.dual.weights import Keep, compute_dtype, rebuilt
-from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError, UnknownLayerError
+from dualform.errors import (
+    InexactWarning,
+    ModelMismatchError,
+    NotRecordedError,
+    QuestionError,
+    UnknownLayerError,
+)
 from dualform.query.answers import Answer
 from dualform.query.attention import LayerAttention
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
 from dualform.query.masks import Mask
+from dualform.store.format import Mark
 from dualform.store.reader import Store
 
 A = TypeVar("A", bound=Answer)
@@ -111,6 +118,12 @@ class Dual:
                 for layer in manifest.layers
             ],
             "left_out": manifest.left_out,
+            "inexact": {name: {"step": m.step, "why": m.why} for name, m in self._marks().items()},
+            "not_finite_from": {
+                parameter.name: step
+                for number, parameter in enumerate(manifest.parameters)
+                if (step := certificate.not_finite_from(self.store, number, self.end_step)) is not None
+            },
         }
 
     def verify(self, *, progress: certificate.Progress | None = None) -> certificate.Certificate:
@@ -119,6 +132,7 @@ class Dual:
 
     def layer(self, name: str) -> DualLayer:
         """One layer on the level of the paper: initial weight, keys, values, attention weights, equation 13."""
+        self._warn()
         return DualLayer(self.store, name, self.end_step)
 
     def attend(self, inputs: Any, *, rows: int | None = None) -> ByLayer[LayerAttention]:
@@ -127,6 +141,7 @@ class Dual:
         Without a model: a dictionary of query vectors by layer name, (queries, d_in) or (queries, positions, d_in).
         rows: how many examples there are, if that is not the length of the first tensor.
         """
+        self._warn()
         if self._model is None:
             return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
         captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis)
@@ -144,8 +159,12 @@ class Dual:
         if self._model is None:
             raise QuestionError("contributions() needs the model: dualform.open(path, model).")
         self._needs_slots("contributions")
+        self._warn()
         captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
-        return ByLayer(self.store, {name: self._contribution(name, c, captured.target) for name, c in captured.layers.items()})
+        return ByLayer(
+            self.store,
+            {name: self._contribution(name, c, captured.target) for name, c in captured.layers.items()},
+        )
 
     def masked(
         self,
@@ -161,6 +180,7 @@ class Dual:
         if (keep is None) == (drop is None):
             raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
         self._needs_slots("masked")
+        self._warn()
         mask = Mask(self.store, keep if drop is None else drop, self.end_step, name="keep" if drop is None else "drop")  # type: ignore[arg-type]
         takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
         weights = self._weights_at(self.end_step)
@@ -183,6 +203,19 @@ class Dual:
 
     # Inside
 
+    def _marks(self) -> dict[str, Mark]:
+        marks = self.store.manifest.inexact
+        return {name: mark for name, mark in marks.items() if mark.step < self.end_step}
+
+    def _warn(self) -> None:
+        """Say in every answer which layers are inexact."""
+        for name, mark in self._marks().items():
+            warnings.warn(
+                f"layer {name!r} is inexact from step {mark.step} on: {mark.why}",
+                InexactWarning,
+                stacklevel=3,
+            )
+
     def _moment(self, step: int) -> int:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.end_step:
             raise QuestionError(f"step {step!r}: expected a whole number from 0 to {self.end_step}.")
@@ -191,7 +224,7 @@ class Dual:
     def _needs_slots(self, question: str) -> None:
         if self.store.manifest.keep == "keys":
             raise NotRecordedError(
-                f"{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep=\"slots\"."
+                f'{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep="slots".'
             )
 
     def _chosen(self, layers: str | Collection[str] | None) -> list[str]:
@@ -212,7 +245,7 @@ class Dual:
         if not isinstance(inputs, Mapping):
             raise QuestionError(
                 "this recording was opened without a model, so attend() takes query vectors by layer name, e.g. "
-                "{\"4\": vectors}; or open it with the model: dualform.open(path, model)."
+                '{"4": vectors}; or open it with the model: dualform.open(path, model).'
             )
         found = {}
         for name, given in inputs.items():
@@ -234,9 +267,7 @@ class Dual:
         _, layer = self.store.layer(name)
         dtype = compute_dtype(self.store, layer.weight)
         assert captured.gradients is not None
-        return LayerContributions(
-            self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype
-        )
+        return LayerContributions(self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype)
 
     def _weights_at(self, step: int) -> dict[str, Tensor]:
         """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot."""

@@ -33,5 +33,5 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
         )
     order = ["slot", *columns, "backward", "call", "row", "slot_position"]
     if not pieces:
-        return pl.DataFrame(schema={name: pl.Int64 for name in order})
+        return pl.DataFrame(schema=dict.fromkeys(order, pl.Int64))
     return pl.concat(pieces).select(order)

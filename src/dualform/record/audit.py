@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -76,11 +76,21 @@ def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     for link in links:
         ratio = 0.0 if link.before is None else _ratio(link.before, expected, scale, roundoff)[0]
         factors = [f * ratio for f in factors] + [1.0]
-        expected = expected * ratio + link.added
-        scale = scale * abs(ratio) + link.scale
+        expected = _scaled(expected, ratio) + link.added
+        scale = _scaled(scale, ratio) + link.scale
     ratio, determined = _ratio(seen, expected, scale, roundoff)
     factors = [f * ratio for f in factors]
-    return _verdict(factors, seen, expected * ratio, scale * abs(ratio), roundoff, determined)
+    return _verdict(factors, seen, _scaled(expected, ratio), _scaled(scale, ratio), roundoff, determined)
+
+
+S = TypeVar("S", Seen, float)
+
+
+def _scaled(value: S, ratio: float) -> S:
+    """value × ratio, where what was thrown away is gone even if it was not finite."""
+    if isinstance(value, float):
+        return value * abs(ratio) if ratio else 0.0
+    return value * ratio if ratio else np.zeros_like(value)
 
 
 def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:

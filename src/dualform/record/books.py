@@ -222,7 +222,7 @@ class Books:
         if self._on_unexplained == "raise":
             raise UnexplainedError(
                 f"layer {layer!r}, step {step.number}: {what}. To let the training go on and mark the layer as inexact "
-                f"from here, record with on_unexplained=\"mark\"."
+                f'from here, record with on_unexplained="mark".'
             )
         step.marks.setdefault(layer, what)
 

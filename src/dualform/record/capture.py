@@ -66,7 +66,9 @@ class Capture:
                 return
             self._watch(number, module)
             visit = self._listener.forward(number, (args, kwargs), graph_task())
-            output.register_hook(lambda error: self._listener.backward(number, visit, error, graph_task()))
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda error: self._listener.backward(number, visit, error, graph_task())
+            )
 
         return hook
 

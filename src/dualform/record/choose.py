@@ -72,7 +72,7 @@ def choose(
 
 def described(layer: Chosen, names: dict[str, str]) -> tuple[store.Layer, list[store.Parameter]]:
     """How a store describes a layer and its parameters. names: short name → full name."""
-    d_out, d_in = layer.module.weight.shape  # type: ignore[union-attr, misc]
+    d_out, d_in = layer.module.weight.shape  # type: ignore[misc]
     entered = store.Layer(layer.name, layer.rule.kind, int(d_in), int(d_out), names["weight"], names.get("bias"))
     parameters = [
         store.Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))

@@ -39,8 +39,9 @@ def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...
         if name in RESERVED:
             raise BatchError(f"batch(): the name {name!r} is taken by dualform. Taken names: {', '.join(RESERVED)}.")
     values, described, lengths = {}, [], {}
+    types = {column.name: column.type for column in expected or ()}
     for name, given in columns.items():
-        value = _convert(name, given)
+        value = _empty(name, types) if isinstance(given, (list, tuple)) and not given else _convert(name, given)
         values[name] = value
         if isinstance(value, (np.ndarray, list)):
             lengths[name] = len(value)
@@ -55,6 +56,14 @@ def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...
         raise BatchError(f"batch(): columns differ in their number of rows: {said}.")
     _same_columns(described, expected)
     return Batch(serial, next(iter(lengths.values())), values, tuple(described))
+
+
+def _empty(name: str, types: dict[str, str]) -> ColumnValues:
+    """An empty list has the type that the column had before."""
+    if name not in types:
+        raise BatchError(f"batch(): column {name!r} is an empty list, so its type is unknown. Give an array or tensor.")
+    kinds: dict[str, Any] = {"Int64": np.int64, "Float64": np.float64, "Boolean": np.bool_}
+    return [] if types[name] == "String" else np.empty(0, dtype=kinds[types[name]])
 
 
 def _peek(value: ColumnValues) -> Any:
@@ -100,9 +109,7 @@ def _convert(name: str, given: Any) -> ColumnValues:
     if array.ndim == 0:
         return _scalar(name, array.item())
     if array.ndim > 2:
-        raise BatchError(
-            f"batch(): column {name!r} has shape {array.shape}; expected (rows,) or (rows, positions)."
-        )
+        raise BatchError(f"batch(): column {name!r} has shape {array.shape}; expected (rows,) or (rows, positions).")
     if array.dtype.kind in "UT":
         return array.tolist() if array.ndim == 1 else array.astype(object)
     if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:

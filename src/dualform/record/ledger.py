@@ -72,6 +72,10 @@ PARTS = 8
 """Between steps, one part in so many of a weight is looked at, another one each time."""
 
 
+THROWN = 8
+"""How many backward passes are kept after their gradients were thrown away."""
+
+
 class Watched:
     """What a parameter looked like after its last update: has anything else changed it since?
 
@@ -155,13 +159,11 @@ class LayerLedger:
                 return entry
         gradients = {name: p.grad for name, p in self.parameters().items()}
         if all(g is None for g in gradients.values()):
-            self.passes.clear()  # whatever came before was thrown away
+            del self.passes[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
         entry = Pass(
             task,
             before={name: None if g is None else self.seen(name, g) for name, g in gradients.items()},
-            added={
-                name: np.zeros(self.d_out * (self.columns if name == "weight" else 1)) for name in gradients
-            },
+            added={name: np.zeros(self.d_out * (self.columns if name == "weight" else 1)) for name in gradients},
             scale=dict.fromkeys(gradients, 0.0),
         )
         self.passes.append(entry)

@@ -67,5 +67,5 @@ def require_replay(optimizers: Iterable[Optimizer]) -> None:
         if replay_for(optimizer) is None:
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot be replayed, so error signals would get no coefficient. Optimizers "
-                f"that can: {known}. Or record(…, keep=\"keys\"): attention weights need no coefficients."
+                f'that can: {known}. Or record(…, keep="keys"): attention weights need no coefficients.'
             )

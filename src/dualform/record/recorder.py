@@ -42,7 +42,7 @@ def record(
     *,
     layers: str | Collection[str] | None = None,
     batch_axis: Mapping[str, int] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     keep: str = "slots",
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
@@ -55,7 +55,8 @@ def record(
 
     layers: names or globs of `model.named_modules()`; default: all that can be recorded.
     batch_axis: for layers whose rows cannot be found, the axis of their input that holds them.
-    dtype: how slots are stored. "float32" is exact to training's own rounding; "float16" takes half the disk.
+    dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
+    rounding. "float16" takes half the disk.
     keep: "slots" (everything) or "keys" (attention weights only; works with every optimizer).
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
@@ -66,7 +67,7 @@ def record(
     queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
     """
     for name, given, allowed in (
-        ("dtype", dtype, store.DTYPES),
+        ("dtype", dtype, (None, *store.DTYPES)),
         ("keep", keep, store.KEEPS),
         ("on_unexplained", on_unexplained, ON_UNEXPLAINED),
         ("on_write_error", on_write_error, ON_WRITE_ERROR),
@@ -88,6 +89,9 @@ def record(
     if left_out:
         listed = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"not recorded: {listed}", stacklevel=2)
+    if dtype is None:
+        wide = any(p.dtype == torch.float64 for layer in chosen for p in layer.module.parameters(recurse=False))
+        dtype = "float64" if wide else "float32"
     folder = Path(path)
     seed = int.from_bytes(os.urandom(6), "little")
     if resume is False:
@@ -234,17 +238,19 @@ class Recorder:
         changes = self._books.changes()
         try:
             self._finish_step()
-            if not changes and not self._updating:
+            if not changes:
                 self._writer.snapshot(self._next_step, self._weights())
             elif changes:
                 names = ", ".join(sorted(changes))
+                whole = ended == "closed"
                 ended = f"{ended}; {names} changed after the last step"
-                warnings.warn(
-                    f"{names}: changed after the last step by something else than the optimizer, so the model's weights "
-                    f"are not those that were trained and are not stored. The slots are whole up to step "
-                    f"{self._next_step}.",
-                    stacklevel=3,
-                )
+                if whole:  # else an error is on its way that says so
+                    warnings.warn(
+                        f"{names}: changed after the last step by something else than the optimizer, so the model's "
+                        f"weights are not those that were trained and are not stored. The slots are whole up to step "
+                        f"{self._next_step}.",
+                        stacklevel=3,
+                    )
             self._writer.close(ended)
         except WriterError as error:
             self._writer.abandon()

@@ -53,7 +53,7 @@ def _names(keys: Encoded) -> list[bytes]:
     """A 128-bit digest of each key as it is stored."""
     data = keys.data.numpy()
     width = data.nbytes // max(len(data), 1)
-    view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     digests = [xxhash.xxh3_128_digest(view[i * width : (i + 1) * width]) for i in range(len(data))]
     if keys.exponents is None:
         return digests

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
@@ -137,9 +138,9 @@ def snapshot_name(step: int) -> str:
     return f"snapshot-{step:09d}.safetensors"
 
 
-def checksum(data: bytes | memoryview) -> str:
+def checksum(data: bytes | memoryview | np.ndarray[Any, Any]) -> str:
     """A fast checksum against accidents (not against forgery: nothing in a store can run code anyway)."""
-    return xxhash.xxh3_64_hexdigest(data)
+    return xxhash.xxh3_64_hexdigest(data)  # type: ignore[arg-type]
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -159,7 +160,7 @@ def load_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StoreDamagedError(f"{path} is damaged: it is no JSON ({error}).") from None
     if not isinstance(data, dict) or data.pop("format", None) != "dualform":
-        raise StoreDamagedError(f"{path} is no dualform manifest (its \"format\" is not \"dualform\").")
+        raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
         raise StoreVersionError(

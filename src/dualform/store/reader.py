@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -36,6 +36,7 @@ from dualform.store.format import (
 )
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+N = TypeVar("N", bound=np.generic)
 
 
 class Store:
@@ -223,9 +224,7 @@ class Store:
 def _padded(manifest: Manifest) -> Manifest:
     """Chunks from before a layer entered have none of its slots."""
     count = len(manifest.layers)
-    chunks = (
-        replace(chunk, slots=_pad(chunk.slots, count), keys=_pad(chunk.keys, count)) for chunk in manifest.chunks
-    )
+    chunks = (replace(chunk, slots=_pad(chunk.slots, count), keys=_pad(chunk.keys, count)) for chunk in manifest.chunks)
     return replace(manifest, chunks=tuple(chunks))
 
 
@@ -246,8 +245,8 @@ class TensorFile:
             raise StoreDamagedError(f"{path} is damaged: the checksum of its header does not fit the manifest.")
         try:
             self._file = safe_open(path, "pt")
-            self._sums: dict[str, str] = self._file.metadata() or {}
-            self._names = set(self._file.keys())
+            self._sums: dict[str, str] = self._file.metadata() or {}  # type: ignore[no-untyped-call]
+            self._names = set(self._file.keys())  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise StoreDamagedError(f"{path} is damaged: {error}.") from None
         self._checked: dict[str, Tensor] = {}
@@ -263,8 +262,8 @@ class TensorFile:
         if name not in self._checked:
             if name not in self._names:
                 raise StoreDamagedError(f"{self.path} is damaged: it has no tensor {name!r}.")
-            tensor: Tensor = self._file.get_tensor(name)
-            if checksum(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())) != self._sums.get(name):
+            tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+            if checksum(tensor.reshape(-1).view(torch.uint8).numpy()) != self._sums.get(name):
                 raise StoreDamagedError(f"{self.path} is damaged: the checksum of {name!r} does not fit.")
             self._checked[name] = tensor
         return self._checked[name]
@@ -303,7 +302,7 @@ class SlotChunk:
         """How many slots there are, up to end_step."""
         return int(self.counts.sum())
 
-    def per_slot(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def per_slot(self, values: np.ndarray[Any, np.dtype[N]]) -> np.ndarray[Any, np.dtype[N]]:
         """(blocks,) → (slots,)."""
         return np.repeat(values, self.counts)
 
@@ -311,18 +310,20 @@ class SlotChunk:
     def place(self) -> Ints:
         """(slots,): the place of each slot within its block."""
         starts = np.cumsum(self.counts) - self.counts
-        return np.arange(self.slots) - self.per_slot(starts)
+        place: Ints = np.arange(self.slots) - self.per_slot(starts)
+        return place
 
     def rows(self) -> Ints:
         """(slots,): the number of each slot's row."""
         positions = self.blocks[:, 5]
-        if (positions == 1).all():
-            return self.per_slot(self.blocks[:, 3]) + self.place
-        return self.per_slot(self.blocks[:, 3]) + self.place // self.per_slot(positions)
+        within = self.place if (positions == 1).all() else self.place // self.per_slot(positions)
+        rows: Ints = self.per_slot(self.blocks[:, 3]) + within
+        return rows
 
     def positions(self) -> Ints:
         """(slots,): each slot's position within its row."""
-        return self.place % self.per_slot(self.blocks[:, 5])
+        positions: Ints = self.place % self.per_slot(self.blocks[:, 5])
+        return positions
 
     @cached_property
     def key_numbers(self) -> Ints | None:

@@ -72,5 +72,7 @@ class Step:
         """How much memory it holds, roughly."""
         blocks = sum(b.keys.nbytes + (b.errors.nbytes if b.errors else 0) for b in self.blocks)
         gradients = sum(u.gradient.nbytes for u in self.updates if u.gradient is not None)
-        rows = sum(v.nbytes if isinstance(v, np.ndarray) else 64 * r.count for r in self.rows for v in r.columns.values())
+        rows = sum(
+            v.nbytes if isinstance(v, np.ndarray) else 64 * r.count for r in self.rows for v in r.columns.values()
+        )
         return blocks + gradients + rows + 256 * (len(self.blocks) + len(self.updates) + 1)

@@ -57,7 +57,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
 
 
 def _bytes(piece: Array) -> memoryview:
-    return memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 def _checksum(pieces: Sequence[Array]) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 from dualform.errors import StoreExistsError, WriterError
 from dualform.store import tables
 from dualform.store.encoding import Encoded, Pool
+from dualform.store.equal import EqualKeys
 from dualform.store.format import (
     BLOCK_FIELDS,
     LOCK,
@@ -44,7 +45,6 @@ from dualform.store.format import (
     chunk_name,
     snapshot_name,
 )
-from dualform.store.equal import EqualKeys
 from dualform.store.reader import Store
 from dualform.store.records import Block, Step
 from dualform.store.safe import Array, write_tensors
@@ -83,7 +83,9 @@ class Writer:
         self._lock_file = _lock(folder)
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
-        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | str | None] = (
+            queue.SimpleQueue()
+        )
         self._held = 0
         self._room = threading.Condition()
         self._failure: BaseException | None = None
