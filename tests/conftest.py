@@ -2,10 +2,11 @@ import os
 
 import pytest
 from hypothesis import settings
+
 from training import train
 
 # The same examples each time: a red build is then about the change it tests
-settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("dualform")
 
 
@@ -21,6 +22,12 @@ def no_waiting_for_the_disk():
 def trained(tmp_path_factory):
     """A recorded training in float64, for questions; nobody may change it."""
     return train(tmp_path_factory.mktemp("trained") / "run", chunk_bytes=2000)
+
+
+@pytest.fixture(scope="session")
+def with_snapshots(tmp_path_factory):
+    """A longer one in small chunks, so that snapshots were taken on the way."""
+    return train(tmp_path_factory.mktemp("snapshots") / "run", steps=24, chunk_bytes=500)
 
 
 @pytest.fixture

@@ -20,9 +20,7 @@ def network(dtype=torch.float64, *, seed=0, bias=True):
     """5 → 7 → 4; its layers are "0" and "2"."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(FEATURES, 7, bias=bias), nn.Tanh(), nn.Linear(7, CLASSES, bias=bias)
-        ).to(dtype)
+        return nn.Sequential(nn.Linear(FEATURES, 7, bias=bias), nn.Tanh(), nn.Linear(7, CLASSES, bias=bias)).to(dtype)
 
 
 def samples(dtype=torch.float64):
@@ -66,14 +64,17 @@ def train(
     optimizer=sgd,
     steps=6,
     rows=5,
-    dtype=torch.float64,
+    precision=torch.float64,
     after_backward: Callable[[nn.Module], object] | None = None,
     after_step: Callable[[int], object] | None = None,
     **settings,
 ):
-    """Train and record. `optimizer` makes one optimizer, or a list of them, from the model."""
-    model = network(dtype) if model is None else model
-    inputs, labels = samples(dtype)
+    """Train and record. `optimizer` makes one optimizer, or a list of them, from the model.
+
+    precision: of the training; the settings of record() may say dtype="float16" for the store.
+    """
+    model = network(precision) if model is None else model
+    inputs, labels = samples(precision)
     made = optimizer(model) if callable(optimizer) else optimizer
     several = made if isinstance(made, list) else [made]
     run = Run(Path(path), model, checkpoints=[checkpoint(model)])

@@ -3,6 +3,7 @@
 from dualform import errors
 from dualform.query.opened import Dual, open
 from dualform.record import Recorder, record
+from dualform.totals.build import build_totals
 from dualform.version import __version__
 
-__all__ = ["Dual", "Recorder", "__version__", "errors", "open", "record"]
+__all__ = ["Dual", "Recorder", "__version__", "build_totals", "errors", "open", "record"]

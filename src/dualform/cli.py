@@ -1,6 +1,6 @@
 """The command line: `dualform demo | info | verify | export`.
 
-Exit codes: 0 all is well; 1 a parameter fails its verification; 2 the command or the store cannot be used.
+Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -29,12 +30,14 @@ P = ParamSpec("P")
 
 
 def _one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """What the library raises on purpose becomes one line on standard error and an exit code."""
+    """What the library raises or warns of on purpose becomes one line on standard error."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+                command(*args, **kwargs)
         except BrokenPipeError:
             raise  # whoever read standard output has gone: nothing is wrong with the store
         except (DualformError, OSError) as error:
@@ -54,7 +57,7 @@ def _one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Run = Annotated[Path, typer.Argument(help="The folder that was given to dualform.record().", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder given to dualform.record().", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 
@@ -126,7 +129,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare each recorded parameter with its dual form. Exits with 1 if one fails."""
+    """Compare each recorded parameter with its dual form. Exits with 1 unless all of them pass."""
     import dualform
     from dualform.terminal import show_certificate
 
@@ -176,6 +179,8 @@ def export(
 
     dual = dualform.open(run)
     vectors = None if queries is None or layer is None else exports.read_queries(queries, layer)
+    if to.exists() and not to.is_dir():
+        raise typer.BadParameter(f"{to} is a file; expected a folder.", param_hint="--to")
     to.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
         written = {"rows": exports.write_rows(dual, to, where=where)}

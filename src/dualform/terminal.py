@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from dualform.dual.certificate import Certificate
 
 
+VERDICTS = {"pass": "green", "unknown": "yellow"}
+"""The colours of verdicts; all others are red."""
+
+
 def show_certificate(console: Console, certificate: Certificate) -> None:
     """One line for each parameter, and the verdict."""
     title = f"Certificate after step {certificate.step:,}, against {certificate.compared_with}"
     table = _table(title, "parameter", ">gap", ">distance", ">floor", ">movement", "verdict")
     for row in certificate.frame.to_dicts():
-        good = row["verdict"] == "pass"
         table.add_row(
             escape(row["parameter"]),
             *(f"{row[name]:.1e}" for name in ("gap", "distance", "floor")),
             f"{row['movement']:.3g}",
-            Text(f"{row['verdict']}: {row['reason']}", style="green" if good else "bold red"),
+            Text(f"{row['verdict']}: {row['reason']}", style=VERDICTS.get(row["verdict"], "bold red")),
         )
     console.print(table)
     failed = certificate.frame.filter(certificate.frame["verdict"] != "pass")["parameter"].to_list()
@@ -53,6 +56,10 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
     about.add_row("columns", escape(columns or "none"))
     for name, why in info["left_out"].items():
         about.add_row("left out", escape(f"{name!r}: {why}"))
+    for name, mark in info["inexact"].items():
+        about.add_row("inexact", escape(f"{name!r} from step {mark['step']:,} on: {mark['why']}"))
+    for name, step in info["not_finite_from"].items():
+        about.add_row("not finite", escape(f"the gradient of {name!r} from step {step:,} on"))
     console.print(about)
     layers = _table("Layers", "name", "kind", ">inputs", ">outputs", "bias", ">slots")
     for layer in info["layers"]:
@@ -133,7 +140,7 @@ def _show_further(console: Console, demo: Demo, figures: list[Path]) -> None:
         f"""
 Commands:
   dualform info {demo.folder}
-  dualform verify {demo.folder} --step {half}
+  dualform verify {demo.folder}
   dualform export {demo.folder} --to runs/export --where "label = {lost}"
 
 Python:

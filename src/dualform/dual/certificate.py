@@ -17,7 +17,9 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
+from dualform.errors import NotRecordedError
 from dualform.store.format import Layer
 from dualform.store.reader import Store
 
@@ -90,7 +92,7 @@ def verify(store: Store, end: int, progress: Progress | None = None) -> Certific
     for number, layer in enumerate(store.manifest.layers):
         if progress is not None:
             progress("verifying", number, len(store.manifest.layers))
-        dual = rebuilt(store, layer, begin=0, end=end)
+        dual = _dual(store, layer, end)
         primal = _primal(store, layer, nearest, end)
         for name, weights in dual.items():
             lines.append(
@@ -120,6 +122,18 @@ def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
     here = (pl.col("parameter") == parameter) & pl.col("residual").is_nan() & (pl.col("step") < end)
     step = store.updates.filter(here)["step"].min()
     return step if isinstance(step, int) else None
+
+
+def _dual(store: Store, layer: Layer, end: int) -> dict[str, Tensor]:
+    if store.manifest.keep != "totals":
+        return rebuilt(store, layer, begin=0, end=end)
+    view = find(store, (), end, deltas=True, subset=True)
+    if view is None:
+        raise NotRecordedError(
+            f"{store.folder} keeps sums of keys only, so there is nothing to verify. Record with totals that have deltas, or "
+            f'with keep="slots".'
+        )
+    return {name: view.rebuilt(name) for name in (layer.weight, layer.bias) if name is not None}
 
 
 def _primal(store: Store, layer: Layer, nearest: int, end: int) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from dualform.dual.recursions import RECURSIONS, Floats, Replayed
 from dualform.errors import NotRecordedError
+from dualform.recursions import RECURSIONS, Floats, Replayed
 from dualform.store.reader import SlotChunk, Store
 
 
@@ -45,6 +45,11 @@ class Coefficients:
 
 def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Coefficients:
     """The coefficients of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
+    if store.manifest.keep == "totals":
+        raise NotRecordedError(
+            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
+            f'were kept for. Record with keep="slots" for the rest.'
+        )
     if store.manifest.keep == "keys":
         raise NotRecordedError(
             f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "

@@ -14,8 +14,9 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.totals import View
 from dualform.dual.weights import pieces
-from dualform.errors import QuestionError
+from dualform.errors import NotRecordedError, QuestionError
 from dualform.query.groups import Groups
 from dualform.query.masks import Mask
 from dualform.query.ranking import Best
@@ -36,11 +37,25 @@ class Scores(NamedTuple):
     scores: Tensor
 
 
+class Sums(NamedTuple):
+    """Totals by group, groups in the order in which they first appeared."""
+
+    values: pl.DataFrame
+    totals: Tensor
+    """(queries, groups) float64"""
+    visits: Tensor
+    """(groups,)"""
+    described: pl.DataFrame
+    """The groups with the columns that are one for all of a group's rows."""
+
+
 class Answer(ABC):
     """The scores of one layer's slots for some queries."""
 
     value: str
     """The name of a score in frames."""
+    _terms = 1
+    """How many numbers are held at a time for each score."""
 
     def __init__(self, store: Store, layer: Layer, end: int, shape: dict[str, int], dtype: torch.dtype):
         """shape: how many queries there are along each part of their address, e.g. query and position."""
@@ -70,12 +85,13 @@ class Answer(ABC):
         absolute: rank by size and sum sizes, as the paper's figures do. lowest: from the other end.
         Ties go to the lower slot number.
         """
-        if k < 1 or isinstance(k, bool):
-            raise QuestionError(f"top({k}): expected a whole number of at least 1.")
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise QuestionError(f"top({k!r}): expected a whole number of at least 1.")
         if absolute and lowest:
             raise QuestionError("top(): absolute and lowest do not go together.")
         if by is not None:
             return self._top_groups(k, by, where, absolute, lowest)
+        self._needs_scan("single slots")
         frames = []
         for queries in self._query_blocks(1):
             best = Best(queries.stop - queries.start, k, self._dtype)
@@ -89,19 +105,25 @@ class Answer(ABC):
     def total(
         self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False
     ) -> pl.DataFrame:
-        """The sum of the scores of each group of slots, for each query; absolute: of their sizes."""
-        groups, totals, _, _ = self._totals(by, where, absolute)
-        count = len(self._address)
-        address = self._address[np.repeat(np.arange(count), len(groups))]
-        values = groups.values[np.tile(np.arange(len(groups)), count)]
+        """The sum of the scores of each group of slots, for each query; absolute: of their sizes.
+
+        Totals that were kept for these columns answer it without a scan.
+        """
+        sums = self._sums(by, where, absolute)
+        order = sums.values.with_row_index(" place").sort(sums.values.columns)[" place"].to_numpy()
+        count = self._address.height
+        address = self._address[np.repeat(np.arange(count), len(order))]
+        values = sums.values[np.tile(order, count)]
+        totals = sums.totals[:, torch.from_numpy(order.astype(np.int64))]
         return pl.concat([address, values], how="horizontal").with_columns(
             pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)
         )
 
     def _scores(self, where: pl.Expr | str | None) -> Iterator[Scores]:
         """Everything, chunk by chunk, all queries at once."""
+        self._needs_scan("single slots")
         for numbers, scores, _, _ in self._stream(slice(0, self._address.height), where):
-            yield Scores(numbers, scores.reshape(*self._shape, -1))
+            yield Scores(numbers, scores.reshape(*self._shape, len(numbers)))
 
     def _query_blocks(self, width: int) -> Iterator[slice]:
         """Stretches of queries, such that `width` float64 numbers each stay within memory."""
@@ -115,7 +137,7 @@ class Answer(ABC):
     ) -> Iterator[tuple[Tensor, Tensor, SlotChunk, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
         """Tiles in the order of slot numbers: numbers (m,), scores (queries, m), the chunk, places in it."""
         mask = None if where is None else Mask(self._store, where, self._end)
-        width = max(self.layer.d_in + self.layer.d_out, queries.stop - queries.start)
+        width = max(self.layer.d_in + self.layer.d_out, (queries.stop - queries.start) * self._terms)
         for chunk in self._store.chunks(self.layer.name, end_step=self._end):
             kept = None if mask is None else mask(chunk)
             if kept is not None and not kept.any():
@@ -131,11 +153,38 @@ class Answer(ABC):
                     scores = scores[:, torch.from_numpy(places - low)]
                 yield torch.from_numpy(places + chunk.first_slot), scores, chunk, places
 
-    def _totals(
-        self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool
-    ) -> tuple[Groups, Tensor, Tensor, Tensor]:
-        """Groups, totals (queries, groups) float64, visits (groups,), first slots (groups,)."""
+    def _sums(self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool) -> Sums:
+        """Totals by group: kept ones, or by a scan."""
+        columns = [by] if isinstance(by, str) else list(by)
+        if where is None:
+            kept = self._kept(columns, absolute)
+            if kept is not None:
+                view, totals = kept
+                return Sums(view.groups.select(columns), totals, view.visits(self.layer), view.groups.select(columns))
+        self._needs_scan(f"totals by {'+'.join(columns)}{' with where=' if where is not None else ''}")
         groups = Groups(self._store, self.layer.name, by, self._end)
+        totals, visits, first = self._scanned(groups, where, absolute)
+        order = first.argsort(stable=True)
+        return Sums(groups.values[order.numpy()], totals[:, order], visits[order], groups.described()[order.numpy()])
+
+    @abstractmethod
+    def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+        """Totals that were kept for these columns, (queries, groups) float64, if they answer this."""
+
+    def _needs_scan(self, question: str) -> None:
+        if self._store.manifest.keep == "totals":
+            kept = (
+                [" + ".join(g.columns) for g in self._store.manifest.totals.groupings]
+                if self._store.manifest.totals
+                else []
+            )
+            raise NotRecordedError(
+                f"{question}: {self._store.folder} keeps totals only, for {', '.join(kept) or 'nothing yet'}, and no slots. "
+                f'Record with keep="slots", or with totals= for these columns.'
+            )
+
+    def _scanned(self, groups: Groups, where: pl.Expr | str | None, absolute: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Totals (queries, groups) float64, visits (groups,), first slots (groups,)."""
         totals = torch.zeros(self._address.height, len(groups), dtype=torch.float64)
         visits = torch.zeros(len(groups), dtype=torch.int64)
         first = torch.full((len(groups),), torch.iinfo(torch.int64).max)
@@ -152,19 +201,19 @@ class Answer(ABC):
                     visits.index_add_(0, codes, torch.ones_like(codes))
                     first.scatter_reduce_(0, codes, numbers, "amin")
             totals[queries] = sums.T
-        return groups, totals, visits, first
+        return totals, visits, first
 
     def _top_groups(
         self, k: int, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
     ) -> pl.DataFrame:
-        groups, totals, visits, first = self._totals(by, where, absolute)
-        order = first.argsort(stable=True)[: int((visits > 0).sum())]
-        best = Best(len(totals), k, torch.float64)
-        ranked = totals[:, order]
-        best.add(-ranked if lowest else ranked, torch.arange(len(order)), ranked)
-        frame = self._ranked(slice(0, len(totals)), best)
-        described = groups.described().with_columns(pl.Series("visits", visits.numpy()))
-        found = described[order[torch.from_numpy(frame["slot"].to_numpy().copy())].numpy()]
+        sums = self._sums(by, where, absolute)
+        there = torch.nonzero(sums.visits > 0)[:, 0]
+        best = Best(len(sums.totals), k, torch.float64)
+        ranked = sums.totals[:, there]
+        best.add(-ranked if lowest else ranked, torch.arange(len(there)), ranked)
+        frame = self._ranked(slice(0, len(sums.totals)), best)
+        described = sums.described.with_columns(pl.Series("visits", sums.visits.numpy()))
+        found = described[there[torch.from_numpy(frame["slot"].to_numpy().copy())].numpy()]
         return pl.concat([frame.drop("slot"), found], how="horizontal")
 
     def _ranked(self, queries: slice, best: Best) -> pl.DataFrame:

@@ -8,6 +8,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.totals import View, find
 from dualform.query.answers import Answer, Scores
 from dualform.store.format import Layer
 from dualform.store.reader import SlotChunk, Store
@@ -37,6 +38,12 @@ class LayerAttention(Answer):
         if chunk.key_numbers is None:
             return self._flat[queries] @ chunk.keys(self._dtype, low, high).T
         return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
+
+    def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+        view = find(self._store, columns, self._end, deltas=False)
+        if view is None or (absolute and (view.has_negative_keys(self.layer) or bool((self._flat < 0).any()))):
+            return None
+        return view, self._flat.double() @ view.key_sums(self.layer).double().T
 
     def _query_blocks(self, width: int) -> Iterator[slice]:
         equal = self._store.has_equal_keys(self.layer.name)

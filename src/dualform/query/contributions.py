@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, coefficients
+from dualform.dual.totals import View, find
 from dualform.dual.weights import initial_part, rebuilt_bias
 from dualform.query.answers import Answer, Scores
 from dualform.store.format import Layer
@@ -38,6 +39,7 @@ class LayerContributions(Answer):
     ):
         """queries (examples, positions, d_in); gradients (examples, positions, d_out); target (examples,)."""
         super().__init__(store, layer, end, {"query": queries.shape[0]}, dtype)
+        self._terms = max(1, queries.shape[1])  # the positions are summed last
         self._queries, self._gradients = queries.to("cpu", dtype), gradients.to("cpu", dtype)
         self._target = target.to("cpu", torch.float64)
 
@@ -54,8 +56,18 @@ class LayerContributions(Answer):
         The remainder is rounding where the target is an output of this layer; in hidden layers it is what the first
         order leaves out (what later layers add by themselves).
         """
+        view = find(self._store, (), self._end, deltas=True, subset=True)
+        if view is not None:
+            initial = self._initial_from(view)
+            kept = self._kept(view.groups.columns, absolute=False)
+            assert kept is not None
+            return self._parts(initial, kept[1].sum(1))
+        self._needs_scan("parts")
         initial = self._initial()
         slots = sum((scores.double().sum(1) for _, scores in self.contributions()), torch.zeros_like(self._target))
+        return self._parts(initial, slots)
+
+    def _parts(self, initial: Tensor, slots: Tensor) -> pl.DataFrame:
         return pl.DataFrame(
             {
                 "query": range(len(self._target)),
@@ -76,6 +88,13 @@ class LayerContributions(Answer):
         bias = None if self.layer.bias is None else coefficients(self._store, self.layer.bias, end=self._end)
         return weight, bias
 
+    def _initial_from(self, view: View) -> Tensor:
+        """The same from totals."""
+        outputs = self._queries.double() @ view.initial(self.layer.weight).T
+        if self.layer.bias is not None:
+            outputs += view.initial(self.layer.bias)
+        return (outputs * self._gradients.double()).sum((1, 2))
+
     def _initial(self) -> Tensor:
         """⟨gradient, initial weight · query + initial bias⟩, (examples,) float64."""
         of_weight, of_bias = self._coefficients
@@ -85,6 +104,19 @@ class LayerContributions(Answer):
             # What bias gradients hold beyond the sum of their slots is rounding: it stays with the initial part.
             outputs += rebuilt_bias(self._store, self.layer, begin=0, end=self._end, keep=lambda chunk: chunk.place < 0)
         return (outputs * self._gradients.double()).sum((1, 2))
+
+    def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+        view = None if absolute else find(self._store, columns, self._end, deltas=True)
+        if view is None:
+            return None
+        totals = torch.zeros(len(self._target), view.groups.height, dtype=torch.float64)
+        bias = None if self.layer.bias is None else view.deltas(self.layer.bias).to(self._dtype)
+        for group, delta in enumerate(view.deltas(self.layer.weight).to(self._dtype)):
+            outputs = self._queries @ delta.T
+            if bias is not None:
+                outputs += bias[group]
+            totals[:, group] = (outputs * self._gradients).sum((1, 2))
+        return view, totals
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
         of_weight, of_bias = self._coefficients

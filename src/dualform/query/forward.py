@@ -48,9 +48,10 @@ def run(
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
     evidence = {axes.rows_axis(t, rows) for t in axes.tensors_in(inputs)}
 
-    def hook(name: str, kind: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def hook(name: str, kind: str) -> Callable[..., Tensor | None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             seen.setdefault(name, []).append((rules[kind].key((args, kwargs)), output))
+            return output.clone() if gradients else None  # an activation in place would change what we hold
 
         return note
 

@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import QuestionError
-from dualform.query.masks import slot_table
 from dualform.store.reader import SlotChunk, Store
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -33,7 +32,7 @@ class Groups:
         if per_position & set(self.by):
             chunks = list(store.chunks(layer, end_step=end))
             columns = [name for name in self.by if name != "position"]
-            tables = [slot_table(store, chunk, columns).select(self.by) for chunk in chunks]
+            tables = [store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
             whole = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
             self.values, codes = _number(whole)
             starts = np.cumsum([0, *(t.height for t in tables)])

@@ -27,7 +27,7 @@ class Mask:
         self._slots: dict[str, Bools] = {}
         if not self._per_position:
             table = store.rows.filter(pl.col("step") < end)
-            self._rows = self._evaluate(table)
+            self._rows = _evaluate(self._where, table, name)
 
     def __call__(self, chunk: SlotChunk) -> Bools:
         """(slots,): which slots of a chunk take part."""
@@ -39,7 +39,7 @@ class Mask:
     def _of_layer(self, layer: str) -> Bools:
         if layer not in self._slots:
             pieces = [
-                slot_table(self._store, chunk, sorted(self._columns - {"position"}))
+                self._store.slot_table(chunk, sorted(self._columns - {"position"}))
                 for chunk in self._store.chunks(layer, end_step=self._end)
             ]
             table = pl.concat(pieces) if pieces else pl.DataFrame(schema={"position": pl.Int64})
@@ -49,27 +49,28 @@ class Mask:
                         f"{self._name}: the column {column!r} has an entry for each position, but layer {layer!r} has "
                         f"another number of positions. Ask a layer with the same positions, or use columns per row."
                     )
-            self._slots[layer] = self._evaluate(table)
+            self._slots[layer] = _evaluate(self._where, table, self._name)
         return self._slots[layer]
 
-    def _evaluate(self, table: pl.DataFrame) -> Bools:
-        try:
-            result = table.select(self._where.alias("mask"))["mask"]
-        except pl.exceptions.PolarsError as error:
-            raise MaskError(f"{self._name}: {self._where} cannot be evaluated over the rows: {error}.") from None
-        if result.dtype != pl.Boolean:
-            raise MaskError(
-                f"{self._name}: {self._where} gives {result.dtype}, expected true or false for each row, "
-                f'e.g. pl.col("label") == 7.'
-            )
-        if len(result) != table.height:
-            raise MaskError(f"{self._name}: {self._where} gives {len(result)} values for {table.height} rows.")
-        if result.null_count():
-            raise MaskError(
-                f"{self._name}: {self._where} is null for {result.null_count()} rows. Say what null means, "
-                f"e.g. with .fill_null(False)."
-            )
-        return result.to_numpy()
+
+def _evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
+    try:
+        result = table.select(where.alias("mask"))["mask"]
+    except pl.exceptions.PolarsError as error:
+        raise MaskError(f"{name}: {where} cannot be evaluated over the rows: {error}.") from None
+    if result.dtype != pl.Boolean:
+        raise MaskError(
+            f'{name}: {where} gives {result.dtype}, expected true or false for each row, e.g. pl.col("label") == 7.'
+        )
+    if len(result) == 1 and not where.meta.root_names():  # a constant: true or false for all
+        result = result.new_from_index(0, table.height)
+    if len(result) != table.height:
+        raise MaskError(f"{name}: {where} gives {len(result)} values for {table.height} rows.")
+    if result.null_count():
+        raise MaskError(
+            f"{name}: {where} is null for {result.null_count()} rows. Say what null means, e.g. with .fill_null(False)."
+        )
+    return result.to_numpy()
 
 
 def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
@@ -87,6 +88,16 @@ def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
         raise MaskError(f"{name}: {where!r} is no SQL condition: {error}.") from None
 
 
+def condition_columns(where: pl.Expr | str, store: Store, name: str) -> set[str]:
+    """The columns that a condition speaks of."""
+    return _columns_used(read_condition(where, name), store, name)
+
+
+def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools:
+    """A condition on the columns of groups, for each group."""
+    return _evaluate(read_condition(where, name), groups, name)
+
+
 def _columns_used(where: pl.Expr, store: Store, name: str) -> set[str]:
     used = set(where.meta.root_names())
     known = ["step", "position", *(c.name for c in store.manifest.columns)]
@@ -96,29 +107,3 @@ def _columns_used(where: pl.Expr, store: Store, name: str) -> set[str]:
             f"{name}: there is no column {', '.join(map(repr, sorted(unknown)))}. Columns: {', '.join(known)}."
         )
     return used
-
-
-def slot_table(store: Store, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
-    """One line for each slot of a chunk: its position, and these columns of its row.
-
-    A column per position gives each slot its own entry; null where the layer has another number of positions.
-    """
-    return _at(store, chunk.rows(), chunk.positions(), chunk.per_slot(chunk.blocks[:, 5]), columns)
-
-
-def _at(
-    store: Store,
-    rows: np.ndarray[Any, Any],
-    position: np.ndarray[Any, Any],
-    positions: np.ndarray[Any, Any],
-    columns: list[str],
-) -> pl.DataFrame:
-    table = store.rows.select(columns)[rows] if columns else pl.DataFrame()
-    table = table.with_columns(pl.Series("position", position, pl.Int64), pl.Series("positions", positions, pl.Int64))
-    per_position = [c.name for c in store.manifest.columns if c.per == "position" and c.name in columns]
-    for name in per_position:
-        fits = pl.col(name).list.len() == pl.col("positions")
-        table = table.with_columns(
-            pl.when(fits).then(pl.col(name).list.get(pl.col("position"), null_on_oob=True)).alias(name)
-        )
-    return table.drop("positions")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dualform.dual import certificate
 from dualform.dual.layer import DualLayer
+from dualform.dual.totals import find
 from dualform.dual.weights import Keep, compute_dtype, rebuilt
 from dualform.errors import (
     InexactWarning,
@@ -28,7 +29,7 @@ from dualform.query.answers import Answer
 from dualform.query.attention import LayerAttention
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
-from dualform.query.masks import Mask
+from dualform.query.masks import Mask, condition_columns, over_groups
 from dualform.store.format import Mark
 from dualform.store.reader import Store
 
@@ -99,12 +100,18 @@ class Dual:
             "created_by": manifest.created_by,
             "ended": manifest.ended or "not yet, or killed: what is sealed is here",
             "steps": self.store.end_step,
-            "rows": sum(chunk.rows for chunk in manifest.chunks),
+            "rows": manifest.totals.rows
+            if manifest.keep == "totals" and manifest.totals
+            else sum(chunk.rows for chunk in manifest.chunks),
             "keep": manifest.keep,
             "dtype": manifest.dtype,
             "bytes": self.store.nbytes,
             "chunks": len(manifest.chunks),
             "snapshots": self.store.snapshot_steps(),
+            "totals": [
+                {"by": list(g.columns), "kind": g.kind, "groups": self.store.groups(n).height}
+                for n, g in enumerate(manifest.totals.groupings if manifest.totals else ())
+            ],
             "columns": {c.name: f"{c.type} per {c.per}" for c in manifest.columns},
             "layers": [
                 {
@@ -181,9 +188,26 @@ class Dual:
             raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
         self._needs_slots("masked")
         self._warn()
-        mask = Mask(self.store, keep if drop is None else drop, self.end_step, name="keep" if drop is None else "drop")  # type: ignore[arg-type]
-        takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
         weights = self._weights_at(self.end_step)
+        condition, name = (keep, "keep") if drop is None else (drop, "drop")
+        assert condition is not None
+        columns = condition_columns(condition, self.store, name)
+        view = find(self.store, columns, self.end_step, deltas=True, subset=True)
+        if view is not None:
+            kept = over_groups(condition, view.groups, name)
+            for layer in self.store.manifest.layers:
+                if layer.name in self._chosen(layers):
+                    for parameter in (layer.weight, layer.bias):
+                        if parameter is not None:
+                            weights[parameter] = view.rebuilt(parameter, kept if drop is None else ~kept)
+            return self._with(weights)
+        if self.store.manifest.keep == "totals":
+            raise NotRecordedError(
+                f"{self.store.folder} keeps totals only; this mask needs group deltas for its columns, or slots. Record with "
+                f'totals= for them, or with keep="slots".'
+            )
+        mask = Mask(self.store, condition, self.end_step, name=name)
+        takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
         for layer in self.store.manifest.layers:
             if layer.name in self._chosen(layers):
                 weights.update(rebuilt(self.store, layer, begin=0, end=self.end_step, keep=takes_part))
@@ -277,6 +301,10 @@ class Dual:
         if nearest == step:
             return weights
         self._needs_slots("a network between snapshots")
+        if self.store.manifest.keep == "totals":
+            raise NotRecordedError(
+                f"{self.store.folder} keeps totals only: the network is known after {self.store.snapshot_steps()} steps."
+            )
         others = set(weights) - {p.name for p in self.store.manifest.parameters}
         if others:
             warnings.warn(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.query.masks import slot_table
 from dualform.store.reader import Store
+from dualform.store.tables import TYPES
 
 
 def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) -> pl.DataFrame:
@@ -20,7 +20,7 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
         here = wanted[(wanted >= chunk.first_slot) & (wanted < chunk.first_slot + chunk.slots)] - chunk.first_slot
         if not len(here):
             continue
-        table = slot_table(store, chunk, columns)[here]
+        table = store.slot_table(chunk, columns)[here]
         block = np.searchsorted(np.cumsum(chunk.counts), here, side="right")
         pieces.append(
             table.rename({"position": "slot_position"}).with_columns(
@@ -33,5 +33,6 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
         )
     order = ["slot", *columns, "backward", "call", "row", "slot_position"]
     if not pieces:
-        return pl.DataFrame(schema=dict.fromkeys(order, pl.Int64))
+        types = {c.name: TYPES[c.type] for c in store.manifest.columns}
+        return pl.DataFrame(schema={name: types.get(name, pl.Int64()) for name in order})
     return pl.concat(pieces).select(order)

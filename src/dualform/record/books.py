@@ -144,7 +144,7 @@ class Books:
             self._store_slots(layer, tasks, step)
         kind = replay.kind if replay else type(self._optimizers[number]).__name__
         for entry, by_task in zip(audited, factors, strict=True):
-            is_bias = entry.place.short == "bias" and self._keep == "slots"
+            is_bias = entry.place.short == "bias" and self._keep != "keys"
             step.updates.append(
                 records.Update(
                     entry.place.number,

@@ -188,7 +188,7 @@ class LayerLedger:
                 layout.rows,
                 layout.positions,
                 encode(keys, store_as.dtype, store_as.pool),
-                encode(errors, store_as.dtype, store_as.pool, norms) if store_as.keep == "slots" else None,
+                encode(errors, store_as.dtype, store_as.pool, norms) if store_as.keep != "keys" else None,
                 not visit.key.requires_grad,
             )
         )

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, choose, described
 from dualform.record.columns import read_batch
 from dualform.record.ledger import LayerLedger, Ledger, StoreAs
+from dualform.record.totals import OnlineTotals, Wanted, groupings
 from dualform.store import format as store
 from dualform.store import records
 from dualform.store.encoding import Pool
@@ -29,6 +31,8 @@ from dualform.version import __version__
 
 SNAPSHOT_SHARE = 8
 """Snapshots are taken when the slots since the last one take this many times its size: at most 1/8 more disk."""
+STRETCH_BYTES = 32 << 20
+"""How many bytes of slots are folded into totals at a time."""
 SNAPSHOT_CHUNKS = 4
 """… and not before this many chunks' worth."""
 ON_UNEXPLAINED = ("raise", "mark")
@@ -44,6 +48,8 @@ def record(
     batch_axis: Mapping[str, int] | None = None,
     dtype: str | None = None,
     keep: str = "slots",
+    totals: Wanted | str | None = None,
+    totals_bytes: int = 1 << 30,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
     overwrite: bool = False,
@@ -57,7 +63,10 @@ def record(
     batch_axis: for layers whose rows cannot be found, the axis of their input that holds them.
     dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
     rounding. "float16" takes half the disk.
-    keep: "slots" (everything) or "keys" (attention weights only; works with every optimizer).
+    keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: disk
+    does not grow with the number of steps).
+    totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps
+    sums of keys only, {"label": "deltas"} parts of the weights only. totals_bytes: how much memory they may take.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
     on_write_error: "raise", or "stop" recording with a warning and let the training go on (a full disk).
@@ -77,7 +86,8 @@ def record(
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    if keep == "slots":
+    wanted = groupings(totals, keep)
+    if keep != "keys":
         optimizers.require_replay(several)
     chosen, waiting, left_out = choose(model, several, layers)
     for name in batch_axis or {}:
@@ -114,12 +124,14 @@ def record(
         batch_axis=dict(batch_axis or {}),
         settings={"seed": str(seed)},
     )
+    kept = None
     if before is not None:
         manifest = resuming.go_on(folder, before, manifest, ledger, books)
+        kept = resuming.totals(folder, manifest, wanted)
+        manifest = manifest if wanted else replace(manifest, totals=None)
+    sums = OnlineTotals(manifest, wanted, totals_bytes, kept) if wanted else None
     writer = Writer(folder, manifest, ledger.store_as.pool, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
-    recorder = Recorder(model, several, writer, ledger, books, waiting, chunk_bytes)
-    recorder._on_write_error = on_write_error
-    return recorder
+    return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes)
 
 
 def _enter(ledger: Ledger, books: Books, chosen: list[Chosen]) -> tuple[list[store.Layer], list[store.Parameter]]:
@@ -144,13 +156,16 @@ class Recorder:
         writer: Writer,
         ledger: Ledger,
         books: Books,
+        totals: OnlineTotals | None,
         waiting: list[Chosen],
+        on_write_error: str,
         chunk_bytes: int,
     ):
         self.path = writer.folder
         self._model, self._optimizers, self._chunk_bytes = model, optimizer, chunk_bytes
         self._writer, self._ledger, self._books = writer, ledger, books
-        self._on_write_error = "raise"
+        self._on_write_error = on_write_error
+        self._totals, self._stretch, self._stretch_bytes = totals, list[records.Step](), 0
         self._columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
         self._batches = 0
         self._next_step = writer.manifest.end_step
@@ -193,6 +208,8 @@ class Recorder:
         batch = read_batch(self._batches, columns, self._columns)
         self._batches += 1
         if self._columns is None:
+            if self._totals is not None:
+                self._totals.check(batch.columns)
             self._columns = batch.columns
         self._ledger.begin(batch)
 
@@ -239,8 +256,9 @@ class Recorder:
         try:
             self._finish_step()
             if not changes:
-                self._writer.snapshot(self._next_step, self._weights())
-            elif changes:
+                self._seal()
+            else:
+                self._fold()
                 names = ", ".join(sorted(changes))
                 whole = ended == "closed"
                 ended = f"{ended}; {names} changed after the last step"
@@ -337,11 +355,46 @@ class Recorder:
         if self._open is not None:
             step, self._open = self._open, None
             self._since_snapshot += step.nbytes
-            self._writer.put(step, self._columns or ())
+            self._hand_over(step)
         enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
         if snapshot or self._since_snapshot >= enough:
-            self._writer.snapshot(self._next_step, self._weights())
-            self._since_snapshot = 0
+            self._seal()
+
+    def _hand_over(self, step: records.Step) -> None:
+        """Give a step to the writer, after it has been folded into the totals with others of its stretch."""
+        if self._totals is None:
+            self._writer.put(step, self._columns or ())
+            return
+        self._totals.add(step)
+        self._stretch.append(step)
+        self._stretch_bytes += step.nbytes
+        if self._stretch_bytes >= STRETCH_BYTES:
+            self._fold()
+
+    def _fold(self) -> None:
+        if self._totals is None:
+            return
+        self._totals.fold()
+        for step in self._stretch:
+            if self._writer.manifest.keep != "totals":
+                self._writer.put(step, self._columns or ())
+            else:
+                self._writer.columns(self._columns or ())
+                for block in step.blocks:
+                    block.give_back(self._ledger.store_as.pool)
+        self._stretch, self._stretch_bytes = [], 0
+
+    def _seal(self) -> None:
+        """A snapshot, and the totals, of now."""
+        weights = self._weights()
+        self._snapshot_bytes = sum(t.nbytes for t in weights.values())
+        if self._totals is not None and self._columns is not None:
+            self._fold()
+            sealed = self._totals.sealed(self._next_step, self._books.next_row, self._columns or ())
+            self._snapshot_bytes += sealed.nbytes
+            self._writer.totals(sealed)
+        self._writer.snapshot(self._next_step, weights)
+        self._since_snapshot = 0
 
     def _weights(self) -> dict[str, Tensor]:
         """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
@@ -369,12 +422,12 @@ class Recorder:
             if id(ledger.parameters()["weight"]) not in optimized:
                 continue
             self._waiting.remove(ledger)
-            if any(ledger.watched[name].changed(p) for name, p in ledger.parameters().items()):
-                warnings.warn(
-                    f"not recorded: {ledger.layer.name!r}: it was changed between the beginning of the recording and its "
-                    f"entry into an optimizer",
-                    stacklevel=2,
+            changed = any(ledger.watched[name].changed(p) for name, p in ledger.parameters().items())
+            if changed or self._totals is not None:
+                why = (
+                    "changed before it entered an optimizer" if changed else "entered an optimizer too late for totals"
                 )
+                warnings.warn(f"not recorded: {ledger.layer.name!r}: it {why}", stacklevel=2)
                 continue
             number = self._ledger.adopt(ledger)
             layer, parameters = described(ledger.layer, self._books.enter(number, ledger.layer.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dualform.errors import RecordingError
 from dualform.record import audit
 from dualform.record.books import Books
 from dualform.record.ledger import Ledger, roundoff
-from dualform.store.format import Chunk, Manifest
+from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
 
 
@@ -20,6 +21,10 @@ def manifest(folder: Path, step: int | None) -> Manifest:
     """The manifest of a recording, cut at `step` (default: its end). Nothing on disk is changed yet."""
     store = Store(folder)
     step = store.end_step if step is None else step
+    if store.manifest.keep == "totals" and step != store.end_step:
+        raise RecordingError(
+            f"resume={step}: {folder} keeps totals only, as they were after step {store.end_step}: go on from there."
+        )
     if not 0 <= step <= store.end_step:
         raise RecordingError(
             f"resume={step}: the recording in {folder} is sealed up to step {store.end_step}. Go on from an earlier "
@@ -35,6 +40,7 @@ def manifest(folder: Path, step: int | None) -> Manifest:
         chunks=tuple(chunks),
         snapshots=tuple(s for s in store.manifest.snapshots if s.step <= step),
         inexact={name: mark for name, mark in store.manifest.inexact.items() if mark.step < step},
+        totals=store.manifest.totals if store.manifest.totals and store.manifest.totals.step == step else None,
         ended=None,
     )
 
@@ -69,7 +75,8 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
         if mine.height:
             known = float(mine["after"][-1])
         else:
-            watched.remember(store.snapshot(0)[f"model.{place.name}"])
+            moment = before.end_step if before.keep == "totals" else 0
+            watched.remember(store.snapshot(moment)[f"model.{place.name}"])
             known = watched.fingerprint
             watched.remember(parameter)
         bound = audit.SLACK * roundoff(parameter) * np.sqrt(parameter.numel()) * watched.size
@@ -81,7 +88,26 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
             )
     _check_state(store, before.end_step, books, folder)
     books.next_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
+    if before.keep == "totals" and before.totals is not None:
+        books.next_row = before.totals.rows
     return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
+
+
+def totals(folder: Path, now: Manifest, wanted: Sequence[Grouping]) -> Store | None:
+    """The totals to go on with, if any are wanted and there are."""
+    there = now.totals
+    if not wanted:
+        if now.keep == "totals":
+            raise RecordingError(f"resume: {folder} keeps totals; say the same totals= again.")
+        return None
+    if there is None and now.end_step == 0:
+        return None
+    if there is None or there.groupings != tuple(wanted):
+        raise RecordingError(
+            f"resume: the totals in {folder} are of another step or of other columns, so they cannot be carried on. Resume "
+            f"without totals= and build them afterwards: dualform totals RUN --by COLUMN."
+        )
+    return Store(folder)
 
 
 def _check_state(store: Store, step: int, books: Books, folder: Path) -> None:

@@ -22,9 +22,10 @@ VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
+SUMS = "totals.safetensors"
 CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
 
-KEEPS = ("slots", "keys")
+KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions")
 
@@ -91,6 +92,24 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """Totals kept for the groups that some columns make: "keys" (sums of keys), "deltas" (parts of the weights), both."""
+
+    columns: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """All totals, as they were after `step` updates: a folder with one table of groups for each grouping."""
+
+    step: int
+    rows: int
+    groupings: tuple[Grouping, ...]
+    files: dict[str, File]
+
+
+@dataclass(frozen=True)
 class Mark:
     """From this step on a layer's slots do not explain it."""
 
@@ -113,6 +132,7 @@ class Manifest:
     columns: tuple[Column, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
+    totals: Totals | None = None
     ended: str | None = None
     inexact: dict[str, Mark] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
@@ -120,6 +140,8 @@ class Manifest:
     @property
     def end_step(self) -> int:
         """How many steps are sealed."""
+        if self.keep == "totals":
+            return self.totals.step if self.totals else 0
         return self.chunks[-1].end_step if self.chunks else 0
 
     def dump(self) -> bytes:
@@ -136,6 +158,16 @@ def chunk_name(number: int) -> str:
 def snapshot_name(step: int) -> str:
     """The file of a snapshot."""
     return f"snapshot-{step:09d}.safetensors"
+
+
+def totals_name(step: int) -> str:
+    """The folder of the totals."""
+    return f"totals-{step:09d}"
+
+
+def groups_name(number: int) -> str:
+    """The table of a grouping's groups, within the folder of the totals."""
+    return f"groups-{number:03d}.parquet"
 
 
 def checksum(data: bytes | memoryview | np.ndarray[Any, Any]) -> str:

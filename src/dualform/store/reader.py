@@ -24,15 +24,19 @@ from dualform.store.format import (
     ROWS,
     SLOTS,
     STEPS,
+    SUMS,
     UPDATES,
     Chunk,
     File,
     Layer,
     Manifest,
+    Totals,
     checksum,
     chunk_name,
+    groups_name,
     load_manifest,
     snapshot_name,
+    totals_name,
 )
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -55,6 +59,13 @@ class Store:
                 self._check_size(self.folder / chunk_name(number) / name, chunk.files[name])
         for snapshot in self.manifest.snapshots:
             self._check_size(self.folder / snapshot_name(snapshot.step), snapshot.file)
+        if self.manifest.totals is not None:
+            for name, file in self.manifest.totals.files.items():
+                if name not in (SUMS, *map(groups_name, range(len(self.manifest.totals.groupings)))):
+                    raise StoreDamagedError(
+                        f"the manifest of {self.folder} is damaged: its totals are not as expected."
+                    )
+                self._check_size(self.folder / totals_name(self.manifest.totals.step) / name, file)
         self._tensors: dict[Path, TensorFile] = {}
 
     @property
@@ -92,7 +103,8 @@ class Store:
     def nbytes(self) -> int:
         """How much disk the store takes."""
         chunks = sum(file.size for chunk in self.manifest.chunks for file in chunk.files.values())
-        return chunks + sum(snapshot.file.size for snapshot in self.manifest.snapshots)
+        totals = sum(file.size for file in self.manifest.totals.files.values()) if self.manifest.totals else 0
+        return chunks + totals + sum(snapshot.file.size for snapshot in self.manifest.snapshots)
 
     def layer(self, name: str) -> tuple[int, Layer]:
         """The number and description of a layer."""
@@ -173,14 +185,35 @@ class Store:
 
     def gradients(self, parameter: str) -> Tensor | None:
         """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""
-        number = self.parameter(parameter)
-        pieces = []
-        for place in range(len(self.manifest.chunks)):
-            file = self._chunk_file(place)
-            if f"gradient.{number}" in file:
-                kept = self.updates_in(place).filter((pl.col("parameter") == number) & pl.col("gradient_kept")).height
-                pieces.append(file[f"gradient.{number}"][:kept])
+        found = (self.gradients_in(place, parameter) for place in range(len(self.manifest.chunks)))
+        pieces = [some for some in found if some is not None]
         return torch.cat(pieces) if pieces else None
+
+    def gradients_in(self, place: int, parameter: str) -> Tensor | None:
+        """The kept gradients of a parameter in one chunk."""
+        number = self.parameter(parameter)
+        file = self._chunk_file(place)
+        if f"gradient.{number}" not in file:
+            return None
+        kept = self.updates_in(place).filter((pl.col("parameter") == number) & pl.col("gradient_kept")).height
+        return file[f"gradient.{number}"][:kept]
+
+    def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
+        """One line for each slot of a chunk: these columns of its row, and its `position`.
+
+        A column per position gives each slot its own entry; null where the layer has another number of positions.
+        """
+        table = self.rows.select(columns)[chunk.rows()] if columns else pl.DataFrame()
+        table = table.with_columns(
+            pl.Series("position", chunk.positions(), pl.Int64),
+            pl.Series("positions", chunk.per_slot(chunk.blocks[:, 5]), pl.Int64),
+        )
+        for column in self.manifest.columns:
+            if column.per == "position" and column.name in columns:
+                fits = pl.col(column.name).list.len() == pl.col("positions")
+                entry = pl.col(column.name).list.get(pl.col("position"), null_on_oob=True)
+                table = table.with_columns(pl.when(fits).then(entry).alias(column.name))
+        return table.drop("positions")
 
     def parameter(self, name: str) -> int:
         """The number of a recorded parameter."""
@@ -200,17 +233,39 @@ class Store:
                 return self._file(self.folder / snapshot_name(step), snapshot.file)
         raise NotRecordedError(f"there is no snapshot at step {step}; there are: {self.snapshot_steps()}.")
 
+    def totals(self) -> TensorFile:
+        """The tensors of the totals; totals/fold.py says what they are."""
+        totals = self._totals()
+        return self._file(self.folder / totals_name(totals.step) / SUMS, totals.files[SUMS])
+
+    def groups(self, grouping: int) -> pl.DataFrame:
+        """The groups of a grouping, in the order of their numbers."""
+        totals = self._totals()
+        name = groups_name(grouping)
+        return self._read_table(self.folder / totals_name(totals.step) / name, totals.files[name])
+
+    def _totals(self) -> Totals:
+        if self.manifest.totals is None:
+            raise NotRecordedError(
+                f"{self.folder} has no totals. Record with totals=[…], or build them: dualform totals RUN --by COLUMN."
+            )
+        return self.manifest.totals
+
     def _file(self, path: Path, file: File) -> TensorFile:
         if path not in self._tensors:
             self._tensors[path] = TensorFile(path, file)
         return self._tensors[path]
 
     def _table(self, number: int, name: str) -> pl.DataFrame:
-        path = self.folder / chunk_name(number) / name
+        chunk = self.manifest.chunks[number]
+        table = self._read_table(self.folder / chunk_name(number) / name, chunk.files[name])
+        return table.filter(pl.col("step") < chunk.end_step)
+
+    def _read_table(self, path: Path, file: File) -> pl.DataFrame:
         data = path.read_bytes()
-        if checksum(data) != self.manifest.chunks[number].files[name].checksum:
+        if checksum(data) != file.checksum:
             raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
-        return pl.read_parquet(io.BytesIO(data)).filter(pl.col("step") < self.manifest.chunks[number].end_step)
+        return pl.read_parquet(io.BytesIO(data))
 
     def _check_size(self, path: Path, file: File) -> None:
         try:

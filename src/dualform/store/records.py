@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualform.store.encoding import Encoded
+from dualform.store.encoding import Encoded, Pool
 
 ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
 
@@ -36,6 +36,12 @@ class Block:
     errors: Encoded | None
     may_repeat: bool
     """Whether the keys come from data and not from weights: then equal ones are stored once."""
+
+    def give_back(self, pool: Pool) -> None:
+        """The vectors are stored, or no longer needed."""
+        pool.give(self.keys.data)
+        if self.errors is not None:
+            pool.give(self.errors.data)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -32,18 +32,24 @@ from dualform.store.format import (
     ROWS,
     SLOTS,
     STEPS,
+    SUMS,
     UPDATES,
     Chunk,
     Column,
     File,
+    Grouping,
     Layer,
     Manifest,
     Mark,
     Parameter,
     Snapshot,
+    Totals,
     checksum,
     chunk_name,
+    groups_name,
+    load_manifest,
     snapshot_name,
+    totals_name,
 )
 from dualform.store.reader import Store
 from dualform.store.records import Block, Step
@@ -61,6 +67,22 @@ class NewLayer:
 
     layer: Layer
     parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class NewTotals:
+    """All totals after `step` updates: tensors, and for each grouping the table of its groups."""
+
+    step: int
+    rows: int
+    groupings: Sequence[Grouping]
+    tensors: dict[str, Tensor]
+    groups: Sequence[pl.DataFrame]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes, roughly."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Writer:
@@ -83,7 +105,7 @@ class Writer:
         self._lock_file = _lock(folder)
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
-        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | str | None] = (
+        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | str | None] = (
             queue.SimpleQueue()
         )
         self._held = 0
@@ -107,6 +129,15 @@ class Writer:
         """Hand over all weights and optimizer state after `step` updates; the tensors must be copies."""
         self._hold(sum(t.nbytes for t in tensors.values()))
         self._inbox.put((step, tensors))
+
+    def totals(self, totals: NewTotals) -> None:
+        """Hand over all totals; they replace those before."""
+        self._hold(totals.nbytes)
+        self._inbox.put(totals)
+
+    def columns(self, columns: Sequence[Column]) -> None:
+        """What the columns of rows are, where no step is handed over."""
+        self._columns = tuple(columns)
 
     def add_layer(self, layer: Layer, parameters: Sequence[Parameter]) -> None:
         """From the next step on there is one more layer."""
@@ -168,6 +199,10 @@ class Writer:
                         self._seal()
                 elif item is None:
                     self._seal()
+                elif isinstance(item, NewTotals):
+                    self._seal()
+                    self._publish(write_totals(self.folder, replace(self.manifest, columns=self._columns), item))
+                    self._release(item.nbytes)
                 elif isinstance(item, NewLayer):
                     self._seal()
                     layers, parameters = self.manifest.layers, self.manifest.parameters
@@ -202,9 +237,7 @@ class Writer:
         self._publish(manifest)
         for step in self._steps:
             for block in step.blocks:
-                self._pool.give(block.keys.data)
-                if block.errors is not None:
-                    self._pool.give(block.errors.data)
+                block.give_back(self._pool)
         self._release(self._steps_bytes)
         self._steps, self._steps_bytes, self._sealed_at = [], 0, time.monotonic()
 
@@ -235,18 +268,48 @@ class Writer:
         file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()})
         (self.folder / f".{name}").replace(self.folder / name)
         kept = tuple(s for s in self.manifest.snapshots if s.step != step)
+        if self.manifest.keep == "totals":  # disk does not grow with the number of steps
+            kept, gone = tuple(s for s in kept if s.step == 0), [s for s in kept if s.step != 0]
+        else:
+            gone = []
         self._publish(replace(self.manifest, snapshots=(*kept, Snapshot(step, file))))
+        for snapshot in gone:
+            (self.folder / snapshot_name(snapshot.step)).unlink(missing_ok=True)
 
     def _publish(self, manifest: Manifest) -> None:
-        _flush_folder(self.folder)
-        unfinished = self.folder / f".{MANIFEST}"
-        with unfinished.open("wb") as file:
-            file.write(manifest.dump())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.folder / MANIFEST)
-        _flush_folder(self.folder)
+        publish(self.folder, manifest)
         self.manifest = manifest
+
+
+def publish(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest, once everything that it names is on the disk."""
+    _flush_folder(folder)
+    unfinished = folder / f".{MANIFEST}"
+    with unfinished.open("wb") as file:
+        file.write(manifest.dump())
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / MANIFEST)
+    _flush_folder(folder)
+
+
+def write_totals(folder: Path, manifest: Manifest, new: NewTotals) -> Manifest:
+    """Write a folder of totals; gives the manifest that names it. Totals of other steps are removed."""
+    target, unfinished = folder / totals_name(new.step), folder / f".{totals_name(new.step)}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    files = {SUMS: write_tensors(unfinished / SUMS, {name: [t.numpy()] for name, t in new.tensors.items()})}
+    for number, table in enumerate(new.groups):
+        files[groups_name(number)] = _write_table(unfinished / groups_name(number), table)
+    _flush_folder(unfinished)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
+    written = replace(manifest, totals=Totals(new.step, new.rows, tuple(new.groupings), files))
+    publish(folder, written)
+    for path in folder.glob(f"{totals_name(0)[:-9]}*"):
+        if path.name != target.name:
+            shutil.rmtree(path, ignore_errors=True)
+    return written
 
 
 def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
@@ -344,6 +407,18 @@ def _lock(folder: Path) -> TextIO | None:
     return file
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a store against other writers; it must exist."""
+    load_manifest(folder)
+    lock = _lock(folder)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
 def prepare(folder: Path, *, overwrite: bool) -> None:
     """Make room for a new store, or say why not. Only a recording is ever overwritten."""
     if not folder.exists():
@@ -371,4 +446,4 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
 
 def _ours(name: str) -> bool:
     """Whether a file or folder is part of a store."""
-    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(("chunk-", "snapshot-", MANIFEST))
+    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(("chunk-", "snapshot-", "totals-", MANIFEST))

@@ -6,9 +6,8 @@ back through that step gives the coefficient of its gradient and the p, q before
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,19 +16,19 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """W_T = a·W_0 + Σ b[name]·state_0[name] − Σ_s c_s·gradient_s."""
+    """X_T = a·W_0 + Σ b[name]·state_0[name] − Σ_s c_s·gradient_s, where X is the parameter or one of its state tensors."""
 
     a: float
     b: dict[str, float]
     c: Floats
 
 
-def sgd(settings: dict[str, Floats], updates: int) -> Replayed:
-    """torch.optim.SGD. settings: one number for each of the parameter's updates, in order."""
+def sgd(settings: dict[str, Floats], updates: int, of: str = "weight") -> Replayed:
+    """torch.optim.SGD. settings: one number for each of the parameter's updates, in order. of: what X is."""
     c = np.zeros(updates)
     names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh")
     columns = [settings[name].tolist() for name in names]
-    p, q = 1.0, 0.0
+    p, q = (1.0, 0.0) if of == "weight" else (0.0, 1.0)
     for s in range(updates - 1, -1, -1):
         lr, momentum, dampening, decay, nesterov, maximize, fresh = (column[s] for column in columns)
         sign = -1.0 if maximize else 1.0
@@ -47,4 +46,13 @@ def sgd(settings: dict[str, Floats], updates: int) -> Replayed:
     return Replayed(p, {"momentum_buffer": q}, c)
 
 
-RECURSIONS: dict[str, Callable[[dict[str, Floats], int], Replayed]] = {"sgd": sgd}
+class Recursion(Protocol):
+    """(settings, number of updates, what X is) → X as a sum."""
+
+    def __call__(self, settings: dict[str, Floats], updates: int, of: str = "weight") -> Replayed:
+        """Walk back through the updates."""
+
+
+RECURSIONS: dict[str, Recursion] = {"sgd": sgd}
+STATE: dict[str, tuple[str, ...]] = {"sgd": ("momentum_buffer",)}
+"""The state tensors of each kind, in their order."""

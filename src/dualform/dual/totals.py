@@ -1,0 +1,101 @@
+"""Reading totals: what a group of slots receives, and what it wrote, without a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from dualform.recursions import STATE
+from dualform.store.format import Layer
+from dualform.store.reader import Store
+
+
+class View:
+    """The totals of one grouping."""
+
+    def __init__(self, store: Store, grouping: int):
+        self._store, self._grouping = store, grouping
+        self._file = store.totals()
+
+    @cached_property
+    def groups(self) -> pl.DataFrame:
+        """The groups, in the order in which they first appeared."""
+        return self._store.groups(self._grouping)
+
+    def visits(self, layer: Layer) -> Tensor:
+        """(groups,): how many slots of a layer each group has."""
+        name = f"{self._grouping}.{self._number(layer)}.visits"
+        return self._padded(self._file[name] if name in self._file else torch.zeros(0, dtype=torch.int64))
+
+    def key_sums(self, layer: Layer) -> Tensor:
+        """(groups, d_in): the sum of each group's keys."""
+        name = f"{self._grouping}.{self._number(layer)}.keys"
+        return self._padded(self._file[name] if name in self._file else torch.zeros(0, layer.d_in))
+
+    def has_negative_keys(self, layer: Layer) -> bool:
+        """Whether any key of a layer has a negative element: else sums of sizes are sums, for such queries too."""
+        name = f"negative.{self._number(layer)}"
+        return name not in self._file or bool(self._file[name].any())
+
+    def deltas(self, parameter: str) -> Tensor:
+        """(groups, *shape): each group's part of a parameter."""
+        found, rest = self._deltas(parameter)
+        return self._padded(found[1:] if rest else found)
+
+    def initial(self, parameter: str) -> Tensor:
+        """The initial part, float64; of a bias, with what its gradients hold beyond the sum of their slots."""
+        snapshot = self._store.snapshot(0)
+        number = self._store.parameter(parameter)
+        total = snapshot[f"model.{parameter}"].double()
+        if f"initial.{number}" in self._file:
+            numbers = self._file[f"initial.{number}"][0]
+            total = total * numbers[0]
+            for place, name in enumerate(STATE["sgd"], start=1):
+                if f"state.{parameter}.{name}" in snapshot:
+                    total += snapshot[f"state.{parameter}.{name}"].double() * numbers[place]
+        found, rest = self._deltas(parameter)
+        return total + found[0].double() if rest else total
+
+    def rebuilt(self, parameter: str, keep: np.ndarray[Any, np.dtype[np.bool_]] | None = None) -> Tensor:
+        """The parameter from its initial part and the groups that take part, float64."""
+        parts = self.deltas(parameter)
+        if keep is not None:
+            parts = parts[torch.from_numpy(keep)]
+        return self.initial(parameter) + parts.double().sum(0)
+
+    def _number(self, layer: Layer) -> int:
+        return self._store.layer(layer.name)[0]
+
+    def _deltas(self, parameter: str) -> tuple[Tensor, bool]:
+        number = self._store.parameter(parameter)
+        for name, rest in (
+            (f"{self._grouping}.p{number}.weight", False),
+            (f"{self._grouping}.p{number}.weight.rest", True),
+        ):
+            if name in self._file:
+                return self._file[name], rest
+        shape = self._store.manifest.parameters[number].shape
+        return torch.zeros(0, *shape), False
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Groups that a layer has not seen have nothing."""
+        missing = self.groups.height - len(rows)
+        return rows if missing <= 0 else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+
+
+def find(store: Store, columns: Collection[str], end: int, *, deltas: bool, subset: bool = False) -> View | None:
+    """Totals for just these columns (or, with subset, for more), of just this moment; None if there are none."""
+    totals = store.manifest.totals
+    if totals is None or totals.step != end:
+        return None
+    for number, grouping in enumerate(totals.groupings):
+        fits = set(columns) <= set(grouping.columns) if subset else set(columns) == set(grouping.columns)
+        if fits and grouping.kind in ("both", "deltas" if deltas else "keys"):
+            return View(store, number)
+    return None

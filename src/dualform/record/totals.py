@@ -1,0 +1,148 @@
+"""Totals while recording: steps are collected for a stretch and folded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualform.errors import RecordingError
+from dualform.store import records
+from dualform.store.encoding import decode
+from dualform.store.format import Column, Grouping, Layer, Manifest
+from dualform.store.reader import Store
+from dualform.store.tables import schema
+from dualform.store.writer import NewTotals
+from dualform.totals.fold import Accumulated, Slots, Updates
+from dualform.totals.groups import Numbering
+
+KINDS = ("keys", "deltas", "both")
+Wanted = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
+
+
+def groupings(wanted: Wanted | str | None, keep: str) -> tuple[Grouping, ...]:
+    """What the user said in totals=, checked."""
+    if not wanted:
+        if keep == "totals":
+            raise RecordingError('keep="totals" needs totals=: the columns to keep totals for, e.g. totals=["label"].')
+        return ()
+    if isinstance(wanted, str):
+        wanted = [wanted]
+    items = wanted.items() if isinstance(wanted, Mapping) else [(columns, "both") for columns in wanted]
+    found = []
+    for columns, kind in items:
+        if kind not in KINDS:
+            raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {', '.join(map(repr, KINDS))}.")
+        names = (columns,) if isinstance(columns, str) else tuple(columns)
+        found.append(Grouping(names, "keys" if keep == "keys" else kind))
+    return tuple(found)
+
+
+class OnlineTotals:
+    """Collects finished steps and folds them, a stretch at a time."""
+
+    def __init__(self, manifest: Manifest, wanted: Sequence[Grouping], most_bytes: int, kept: Store | None = None):
+        self._layers: list[Layer] = list(manifest.layers)
+        self._parameters = [p.name for p in manifest.parameters]
+        self._most = most_bytes
+        tensors = None if kept is None else {name: kept.totals()[name] for name in kept.totals()}
+        self._sums = Accumulated(manifest, wanted, tensors)
+        self._numbering = [
+            Numbering(g.columns, None if kept is None else kept.groups(number)) for number, g in enumerate(wanted)
+        ]
+        self._steps: list[records.Step] = []
+        self._row_groups: dict[int, list[np.ndarray[Any, Any]]] = {}
+
+    def check(self, columns: Sequence[Column]) -> None:
+        """Are there all the columns that totals are wanted for?"""
+        names = [column.name for column in columns]
+        missing = sorted({name for numbering in self._numbering for name in numbering.columns} - set(names))
+        if missing:
+            raise RecordingError(
+                f"totals: batch() was given no column {', '.join(map(repr, missing))}; it has {', '.join(names)}."
+            )
+
+    def add(self, step: records.Step) -> None:
+        """A step is finished."""
+        for rows in step.rows:
+            self._row_groups[rows.first_row] = [self._number(numbering, rows) for numbering in self._numbering]
+        counts = [len(numbering) for numbering in self._numbering]
+        needed = self._sums.nbytes(counts)
+        if needed > self._most:
+            listed = ", ".join(f"{'+'.join(n.columns)} {c:,}" for n, c in zip(self._numbering, counts, strict=True))
+            raise RecordingError(
+                f"totals would take {needed / 1e9:.1f} GB of memory for so many groups ({listed}); the limit is "
+                f'{self._most / 1e9:.1f} GB. Keep key sums only for large columns, e.g. totals={{"sample_id": "keys"}}, or '
+                f"raise totals_bytes=."
+            )
+        self._steps.append(step)
+
+    def fold(self) -> list[records.Step]:
+        """Fold what was collected; gives back the steps."""
+        steps, self._steps = self._steps, []
+        for number, layer in enumerate(self._layers):
+            names = [name for name in (layer.weight, layer.bias) if name is not None]
+            updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
+            self._sums.fold(number, layer, self._slots(steps, number, layer), updates)
+        self._row_groups.clear()
+        return steps
+
+    def sealed(self, step: int, rows: int, columns: Sequence[Column]) -> NewTotals:
+        """Everything folded so far, for the writer."""
+        counts = [len(numbering) for numbering in self._numbering]
+        tables = [numbering.table(_flat(columns)) for numbering in self._numbering]
+        return NewTotals(step, rows, self._sums.groupings, self._sums.tensors(counts), tables)
+
+    def _number(self, numbering: Numbering, rows: records.Rows) -> np.ndarray[Any, Any]:
+        shapes = [v.shape for n in numbering.columns if isinstance(v := rows.columns[n], np.ndarray) and v.ndim == 2]
+        return numbering.number(rows.columns, shapes[0] if shapes else (rows.count,))
+
+    def _slots(self, steps: Sequence[records.Step], number: int, layer: Layer) -> Slots | None:
+        blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == number]
+        if not blocks:
+            return None
+        counts = np.array([b.rows * b.positions for _, b in blocks])
+        dtype = torch.float64 if blocks[0][1].keys.data.dtype == torch.float64 else torch.float32
+        errors = [decode(b.errors.data, b.errors.exponents, dtype) for _, b in blocks if b.errors is not None]
+        return Slots(
+            torch.cat([decode(b.keys.data, b.keys.exponents, dtype) for _, b in blocks]),
+            torch.cat(errors) if errors else None,
+            np.repeat([n for n, _ in blocks], counts),
+            np.repeat([b.backward for _, b in blocks], counts),
+            [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
+        )
+
+    def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
+        codes = self._row_groups[block.first_row][grouping]
+        if codes.ndim == 1:
+            return np.repeat(codes, block.positions)
+        if codes.shape[1] != block.positions:
+            raise RecordingError(
+                f"totals by {'+'.join(self._numbering[grouping].columns)}: the column has {codes.shape[1]} positions, layer "
+                f"{layer.name!r} has {block.positions}. Record the layers with these positions only (layers=…)."
+            )
+        return codes.reshape(-1)
+
+    def _updates(self, steps: Sequence[records.Step], name: str) -> Updates | None:
+        number = self._parameters.index(name)
+        mine = [(step.number, u) for step in steps for u in step.updates if u.parameter == number]
+        if not mine:
+            return None
+        factors = np.zeros((len(mine), max(len(u.factors) for _, u in mine)))
+        for row, (_, update) in enumerate(mine):
+            factors[row, : len(update.factors)] = update.factors
+        gradients = [u.gradient for _, u in mine if u.gradient is not None]
+        return Updates(
+            mine[0][1].optimizer,
+            np.array([n for n, _ in mine], dtype=np.int64),
+            {key: np.array([u.settings[key] for _, u in mine]) for key in mine[0][1].settings},
+            factors,
+            torch.stack(gradients) if gradients else None,
+        )
+
+
+def _flat(columns: Sequence[Column]) -> dict[str, Any]:
+    """Types of the columns' entries: a column per position has one group for each entry."""
+    return schema([Column(c.name, c.type, "row") for c in columns])

@@ -1,0 +1,116 @@
+import json
+import math
+
+import pytest
+import torch
+
+import dualform
+from dualform.dual.certificate import FLOORS
+from training import train
+
+COLUMNS = {"parameter", "gap", "floor", "movement", "verdict"}
+
+
+def test_one_line_for_each_parameter(dual):
+    certificate = dual.verify()
+    assert certificate.frame["parameter"].to_list() == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert set(certificate.frame.columns) >= COLUMNS
+    assert certificate.passed
+    assert certificate.step == 6
+
+
+def test_the_numbers_are_what_they_are_called(trained):
+    row = trained.dual.verify().frame.row(2, named=True)
+    start, end = (trained.checkpoints[step]["2.weight"] for step in (0, 6))
+    movement = float((end - start).norm())
+    assert row["movement"] == pytest.approx(movement, rel=1e-14)
+    assert row["floor"] == pytest.approx(2**-53 * math.sqrt(6) * float(end.norm()), rel=1e-12)
+    assert row["gap"] == pytest.approx(row["distance"] / movement, rel=1e-9)
+    assert row["updates"] == 6
+
+
+def test_a_wrong_weight_fails(tmp_path, monkeypatch):
+    """The certificate compares with what training left: a final weight that is off by a little is noticed."""
+    run = train(tmp_path / "run")
+    dual = run.dual
+    snapshot = dual.store.snapshot(6)
+    snapshot["model.2.weight"]
+    snapshot._checked["model.2.weight"] = run.checkpoints[6]["2.weight"] + 1e-9
+    certificate = dual.verify()
+    assert not certificate.passed
+    verdicts = dict(certificate.frame.select("parameter", "verdict").iter_rows())
+    assert verdicts == {"0.weight": "pass", "0.bias": "pass", "2.weight": "fail", "2.bias": "pass"}
+    assert "fail: gap above" in str(certificate)
+
+
+def test_within_the_floors_a_large_gap_passes(tmp_path):
+    """With a tiny learning rate, rounding is a large part of the movement."""
+    run = train(
+        tmp_path / "run",
+        precision=torch.float32,
+        dtype="float32",
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+    )
+    certificate = run.dual.verify()
+    assert certificate.frame["gap"].max() > 1e-5
+    assert (certificate.frame["distance"] <= FLOORS * certificate.frame["floor"]).all()
+    assert certificate.passed
+    assert "rounding floors" in str(certificate)
+
+
+def test_a_parameter_that_did_not_move(tmp_path):
+    run = train(tmp_path / "run", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+    certificate = run.dual.verify()
+    assert certificate.passed
+    assert certificate.frame["movement"].to_list() == [0.0] * 4
+    assert "did not move" in str(certificate)
+
+
+def test_what_is_not_finite_does_not_pass(tmp_path):
+    run = train(tmp_path / "run", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e308), steps=4)
+    assert not run.model[2].weight.isfinite().all()
+    assert not run.dual.verify().passed
+
+
+def test_an_earlier_moment_is_compared_with_a_snapshot_if_there_is_one(with_snapshots):
+    run = with_snapshots
+    snapshots = run.dual.store.snapshot_steps()
+    at_snapshot = run.dual.until(snapshots[1]).verify()
+    assert at_snapshot.passed
+    assert at_snapshot.compared_with == "the stored weights"
+    later = run.dual.until(snapshots[1] + 1).verify()
+    assert later.passed
+    assert f"snapshot at step {snapshots[1]}" in later.compared_with
+
+
+@pytest.fixture(scope="module")
+def without_snapshots(tmp_path_factory):
+    """One large chunk, so that there are weights at the beginning and at the end only."""
+    return train(tmp_path_factory.mktemp("plain") / "run").dual
+
+
+def test_without_weights_to_compare_with_the_verdict_is_unknown(without_snapshots):
+    certificate = without_snapshots.until(3).verify()
+    assert certificate.frame["verdict"].unique().to_list() == ["unknown"]
+    assert not certificate.passed
+    assert "no weights to compare with" in str(certificate)
+
+
+def test_json_is_json_even_where_numbers_are_not_finite(dual, without_snapshots):
+    data = json.loads(without_snapshots.until(3).verify().to_json(), parse_constant=pytest.fail)
+    assert data["passed"] is False
+    assert data["parameters"][0]["gap"] is None
+    whole = json.loads(dual.verify().to_json(), parse_constant=pytest.fail)
+    assert whole["passed"] is True
+    assert [p["parameter"] for p in whole["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_progress_reaches_its_end(dual):
+    seen = []
+    dual.verify(progress=lambda what, done, of: seen.append((done, of)))
+    assert seen[0][0] == 0
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_no_model_is_needed(trained):
+    assert dualform.open(trained.path).verify().passed

@@ -1,0 +1,219 @@
+"""The command line, as a hurried user or a script would use it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import dualform
+from dualform.cli import app
+
+WIDTH = {"COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env=WIDTH)
+
+
+def record(folder, *, steps=6, keep="slots", optimizer=torch.optim.SGD, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    stepper = optimizer(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    with dualform.record(model, stepper, folder, keep=keep, **settings) as recorder:
+        for step in range(steps):
+            ids = torch.arange(4) + 4 * (step % 3)
+            recorder.batch(sample_id=ids, label=ids % 3, token=ids[:, None])
+            stepper.zero_grad()
+            loss = nn.functional.cross_entropy(model(torch.randn(4, 5, generator=generator)), ids % 3)
+            loss.backward()
+            stepper.step()
+            recorder.log(loss=loss.item())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("cli") / "run")
+
+
+@pytest.fixture
+def queries(tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
+    np.save(tmp_path / "queries.npy", vectors)
+    return tmp_path / "queries.npy"
+
+
+def test_version_and_help():
+    assert call("--version").stdout == f"dualform {dualform.__version__}\n"
+    assert all(command in call("--help").stdout for command in ("demo", "info", "verify", "export"))
+
+
+def test_info(run):
+    shown = call("info", run)
+    assert shown.exit_code == 0
+    assert "sample_id (Int64 per row)" in shown.stdout
+    assert json.loads(call("info", run, "--json").stdout) == dualform.open(run).info()
+
+
+def test_verify_passes(run):
+    shown = call("verify", run)
+    assert shown.exit_code == 0
+    assert "All 4 parameters equal their dual" in shown.stdout
+    answer = call("verify", run, "--json")
+    assert answer.exit_code == 0
+    assert json.loads(answer.stdout)["passed"] is True
+    assert answer.stderr == ""
+
+
+def test_verify_fails_where_the_weights_are_not_what_the_slots_say(tmp_path, run, monkeypatch):
+    rebuilt = dualform.dual.certificate.rebuilt
+    monkeypatch.setattr(
+        "dualform.dual.certificate.rebuilt", lambda *a, **k: {n: w + 0.01 for n, w in rebuilt(*a, **k).items()}
+    )
+    failed = call("verify", run)
+    assert failed.exit_code == 1
+    assert "Not verified: 0.weight, 0.bias, 2.weight, 2.bias" in failed.stdout
+    answer = call("verify", run, "--json")
+    assert (answer.exit_code, json.loads(answer.stdout)["passed"]) == (1, False)
+
+
+def test_verify_at_a_step_without_weights_is_no_pass(run):
+    answer = call("verify", run, "--step", 3, "--json")
+    assert answer.exit_code == 1
+    assert {p["verdict"] for p in json.loads(answer.stdout)["parameters"]} == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "{tmp}/nowhere"], "there is no such folder"),
+        (["info", "{tmp}/file"], "expected a folder"),
+        (["verify", "{run}", "--step", "99"], "expected a whole number from 0 to 6"),
+        (["export", "{run}", "--to", "{tmp}/out", "--where", "label =="], "is no SQL condition"),
+        (["export", "{run}", "--to", "{tmp}/out", "--where", "lable = 1"], "there is no column 'lable'"),
+        (["export", "{run}", "--to", "{tmp}/out", "--where", "label + 1"], "expected true or false"),
+        (["export", "{run}", "--to", "{tmp}/out", "--queries", "{q}", "--layer", "7"], "Recorded layers: '0', '2'"),
+        (["export", "{run}", "--to", "{tmp}/out", "--queries", "{q}", "--layer", "2"], "expected (queries, 4)"),
+        (["export", "{run}", "--to", "{tmp}/out", "--queries", "{tmp}/no.npy", "--layer", "0"], "there is no file"),
+        (["export", "{run}", "--to", "{tmp}/out", "--queries", "{tmp}/file", "--layer", "0"], ".npy, .safetensors"),
+        (["demo", "--out", "{tmp}"], "holds no recording"),
+        (["demo", "--out", "{run}"], "holds a recording already"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_code_2(run, queries, tmp_path, arguments, message):
+    (tmp_path / "file").write_text("hello")
+    answer = call(*(a.format(run=run, tmp=tmp_path, q=queries) for a in arguments))
+    assert answer.exit_code == 2
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("error: ")
+    assert answer.stderr.count("\n") == 1
+    assert message in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "{run}"], "--to"),
+        (["export", "{run}", "--to", "{tmp}", "--queries", "{q}"], "--queries needs --layer"),
+        (["export", "{run}", "--to", "{tmp}", "--layer", "0"], "--layer needs --queries"),
+        (["export", "{run}", "--to", "{tmp}", "--top", "3"], "need --queries"),
+        (["export", "{run}", "--to", "{tmp}", "--queries", "{q}", "--layer", "0", "--top", "3", "--all"], "give one"),
+        (["export", "{run}", "--to", "{q}"], "is a file"),
+    ],
+)
+def test_bad_usage_is_code_2(run, queries, tmp_path, arguments, message):
+    answer = call(*(a.format(run=run, tmp=tmp_path, q=queries) for a in arguments))
+    assert answer.exit_code == 2
+    assert message in re.sub(r"\s+", " ", answer.stderr)
+
+
+def test_export_rows(run, tmp_path):
+    answer = call("export", run, "--to", tmp_path / "new" / "out")
+    assert answer.exit_code == 0
+    rows = pl.read_parquet(tmp_path / "new" / "out" / "rows.parquet")
+    assert rows.drop("row").equals(dualform.open(run).rows)
+    assert rows["row"].to_list() == list(range(24))
+
+
+def test_export_some_rows(run, tmp_path):
+    answer = json.loads(call("export", run, "--to", tmp_path, "--where", "label = 1 and step < 3", "--json").stdout)
+    rows = pl.read_parquet(answer["rows"]["path"])
+    assert rows.height == answer["rows"]["lines"] == 4
+    assert rows["label"].unique().to_list() == [1]
+
+
+def test_a_condition_on_positions_leaves_all_rows_in(run, tmp_path):
+    answer = json.loads(call("export", run, "--to", tmp_path, "--where", "token < 2", "--json").stdout)
+    assert answer["rows"]["lines"] == 24
+
+
+def test_export_top(run, queries, tmp_path):
+    arguments = ("export", run, "--to", tmp_path, "--queries", queries, "--layer", "0", "--top", 3)
+    assert call(*arguments, "--where", "step >= 2").exit_code == 0
+    attention = dualform.open(run).attend({"0": np.load(queries)})["0"]
+    assert pl.read_parquet(tmp_path / "attention-0.parquet").equals(attention.top(3, where="step >= 2"))
+
+
+def test_export_all(run, queries, tmp_path):
+    answer = json.loads(
+        call("export", run, "--to", tmp_path, "--queries", queries, "--layer", "0", "--all", "--json").stdout
+    )
+    found = pl.read_parquet(tmp_path / "attention-0" / "*.parquet").sort("query", "slot")
+    assert found.height == answer["attention"]["lines"] == 2 * 24
+    expected = dualform.open(run).layer("0").attention_weights(torch.from_numpy(np.load(queries)))
+    np.testing.assert_allclose(found["weight"].to_numpy().reshape(2, 24), expected.numpy(), rtol=1e-6)
+    assert found["row"].to_list() == [*range(24), *range(24)]
+
+
+def test_all_kinds_of_query_files_give_the_same(run, queries, tmp_path):
+    vectors = np.load(queries)
+    save_file({"0": torch.from_numpy(vectors), "other": torch.zeros(1)}, tmp_path / "queries.safetensors")
+    save_file({"only": torch.from_numpy(vectors)}, tmp_path / "one.safetensors")
+    pl.DataFrame({"vector": vectors.tolist()}).write_parquet(tmp_path / "lists.parquet")
+    pl.DataFrame(vectors).write_parquet(tmp_path / "wide.parquet")
+    answers = []
+    for file in ("queries.npy", "queries.safetensors", "one.safetensors", "lists.parquet", "wide.parquet"):
+        out = tmp_path / file.replace(".", "-")
+        assert call("export", run, "--to", out, "--queries", tmp_path / file, "--layer", "0").exit_code == 0
+        answers.append(pl.read_parquet(out / "attention-0.parquet"))
+    assert all(answer.equals(answers[0]) for answer in answers)
+
+
+def test_keys_alone_export_but_do_not_verify(tmp_path, queries):
+    run = record(tmp_path / "keys", keep="keys", optimizer=torch.optim.Adam)
+    assert call("export", run, "--to", tmp_path / "out", "--queries", queries, "--layer", "0").exit_code == 0
+    answer = call("verify", run)
+    assert answer.exit_code == 2
+    assert "keeps keys only" in answer.stderr
+
+
+def test_a_damaged_store_is_code_2(tmp_path):
+    run = record(tmp_path / "run")
+    (run / "manifest.json").write_text("{}")
+    answer = call("verify", run, "--json")
+    assert (answer.exit_code, answer.stdout) == (2, "")
+
+
+def test_the_command_itself_is_installed(run):
+    answer = subprocess.run(
+        [sys.executable, "-c", "from dualform.cli import app; app()", "verify", str(run), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(answer.stdout)["passed"] is True
+    assert answer.stderr == ""
+
+
+def test_help_needs_neither_scikit_learn_nor_matplotlib():
+    code = "import sys, dualform.cli; sys.exit(any(m in sys.modules for m in ('sklearn', 'matplotlib')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
