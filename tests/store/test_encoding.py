@@ -34,6 +34,12 @@ def test_float16_keeps_eleven_bits_at_any_size(size):
     assert (error / vectors.double().norm(dim=1)).max() <= 2**-11
 
 
+def test_float16_keeps_small_elements_beside_large_ones():
+    vector = 1.2345 * 2.0 ** -torch.arange(0, 26, 5).float()  # down to 2⁻²⁵ of the first
+    found = there_and_back(vector.unsqueeze(0), "float16")[0]
+    assert ((found - vector).abs() / vector).max() <= 2**-11
+
+
 @given(
     hnp.arrays(
         np.float32,

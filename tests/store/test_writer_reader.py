@@ -25,6 +25,9 @@ from training import network, sgd, train
 COLUMNS = (Column("sample_id", "Int64", "row"), Column("name", "String", "row"), Column("token", "Int64", "position"))
 
 
+START = {"model.a.weight": torch.zeros(2, 3)}
+
+
 def empty(dtype="float64"):
     return Manifest(
         version=VERSION,
@@ -79,8 +82,7 @@ def make_step(number, first_row, rows, positions, dtype="float64"):
 
 
 def write(folder, shapes, **settings):
-    writer = Writer(folder, empty(), Pool(), **settings)
-    writer.snapshot(0, {"model.a.weight": torch.zeros(2, 3)})
+    writer = Writer(folder, empty(), Pool(), START, **settings)
     steps, first_row = [], 0
     for number, (rows, positions) in enumerate(shapes):
         step = make_step(number, first_row, rows, positions)
@@ -301,8 +303,7 @@ def test_files_the_manifest_does_not_name_are_passed_over(tmp_path, whole):
 
 
 def test_a_killed_writer_leaves_what_was_sealed(tmp_path):
-    writer = Writer(tmp_path / "s", empty(), Pool(), chunk_bytes=1, queue_bytes=1)
-    writer.snapshot(0, {"model.a.weight": torch.zeros(2, 3)})
+    writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
     for number in range(5):
         writer.put(make_step(number, 2 * number, 2, 1), COLUMNS)
     shutil.copytree(tmp_path / "s", tmp_path / "killed", ignore=shutil.ignore_patterns(".*"))
@@ -405,7 +406,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path, monkeyp
     def full(path, tensors):
         raise OSError(28, "No space left on device")
 
-    writer = Writer(tmp_path / "s", empty(), Pool(), chunk_bytes=1, queue_bytes=1)
+    writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
     writer.put(make_step(0, 0, 2, 1), COLUMNS)
     writer.put(make_step(1, 2, 2, 1), COLUMNS)  # waits until step 0 is sealed
     monkeypatch.setattr(writing, "write_tensors", full)

@@ -130,8 +130,22 @@ def record(
         kept = resuming.totals(folder, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
     sums = OnlineTotals(manifest, wanted, totals_bytes, kept) if wanted else None
-    writer = Writer(folder, manifest, ledger.store_as.pool, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
+    weights = snapshot_of(model, books)
+    pool = ledger.store_as.pool
+    writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes)
+
+
+def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
+    """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
+    tensors = {
+        f"model.{name}": value.detach().cpu().clone().contiguous()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    for place, name, value in books.optimizer_state():
+        tensors[f"state.{place.name}.{name}"] = value.detach().cpu().clone().contiguous()
+    return tensors
 
 
 def _enter(ledger: Ledger, books: Books, chosen: list[Chosen]) -> tuple[list[store.Layer], list[store.Parameter]]:
@@ -178,9 +192,7 @@ class Recorder:
         self._waiting = [LayerLedger(layer, ledger.seed) for layer in waiting]
         self._optimized = self._count_optimized()
         books.remember(range(len(optimizer)), None)
-        weights = self._weights()
-        self._snapshot_bytes = sum(t.nbytes for t in weights.values())
-        self._writer.snapshot(self._next_step, weights)
+        self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, books).values())
         self._capture = Capture(model, self._ledger, before_forward=self._adopt)
         for number, layer in enumerate(self._ledger.layers):
             self._capture.add(number, layer.module)
@@ -386,7 +398,7 @@ class Recorder:
 
     def _seal(self) -> None:
         """A snapshot, and the totals, of now."""
-        weights = self._weights()
+        weights = snapshot_of(self._model, self._books)
         self._snapshot_bytes = sum(t.nbytes for t in weights.values())
         if self._totals is not None and self._columns is not None:
             self._fold()
@@ -395,17 +407,6 @@ class Recorder:
             self._writer.totals(sealed)
         self._writer.snapshot(self._next_step, weights)
         self._since_snapshot = 0
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
-        tensors = {
-            f"model.{name}": value.detach().cpu().clone().contiguous()
-            for name, value in self._model.state_dict().items()
-            if isinstance(value, Tensor)
-        }
-        for place, name, value in self._books.optimizer_state():
-            tensors[f"state.{place.name}.{name}"] = value.detach().cpu().clone().contiguous()
-        return tensors
 
     # Layers whose parameters are added to an optimizer during training
 

@@ -101,8 +101,12 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Totals:
-    """All totals, as they were after `step` updates: a folder with one table of groups for each grouping."""
+    """All totals, as they were after `step` updates: a folder with one table of groups for each grouping.
 
+    A named file is never written again, so each version has a folder of its own, by number.
+    """
+
+    number: int
     step: int
     rows: int
     groupings: tuple[Grouping, ...]
@@ -160,9 +164,9 @@ def snapshot_name(step: int) -> str:
     return f"snapshot-{step:09d}.safetensors"
 
 
-def totals_name(step: int) -> str:
-    """The folder of the totals."""
-    return f"totals-{step:09d}"
+def totals_name(number: int) -> str:
+    """The folder of a version of the totals."""
+    return f"totals-{number:06d}"
 
 
 def groups_name(number: int) -> str:

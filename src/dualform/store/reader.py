@@ -65,7 +65,7 @@ class Store:
                     raise StoreDamagedError(
                         f"the manifest of {self.folder} is damaged: its totals are not as expected."
                     )
-                self._check_size(self.folder / totals_name(self.manifest.totals.step) / name, file)
+                self._check_size(self.folder / totals_name(self.manifest.totals.number) / name, file)
         self._tensors: dict[Path, TensorFile] = {}
 
     @property
@@ -236,13 +236,13 @@ class Store:
     def totals(self) -> TensorFile:
         """The tensors of the totals; totals/fold.py says what they are."""
         totals = self._totals()
-        return self._file(self.folder / totals_name(totals.step) / SUMS, totals.files[SUMS])
+        return self._file(self.folder / totals_name(totals.number) / SUMS, totals.files[SUMS])
 
     def groups(self, grouping: int) -> pl.DataFrame:
         """The groups of a grouping, in the order of their numbers."""
         totals = self._totals()
         name = groups_name(grouping)
-        return self._read_table(self.folder / totals_name(totals.step) / name, totals.files[name])
+        return self._read_table(self.folder / totals_name(totals.number) / name, totals.files[name])
 
     def _totals(self) -> Totals:
         if self.manifest.totals is None:

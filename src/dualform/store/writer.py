@@ -86,13 +86,14 @@ class NewTotals:
 
 
 class Writer:
-    """Writes one store. Everything but `put`, `snapshot` and `close` happens in the background."""
+    """Writes one store, in the background. weights: all weights and optimizer state when recording begins."""
 
     def __init__(
         self,
         folder: Path,
         manifest: Manifest,
         pool: Pool,
+        weights: dict[str, Tensor],
         *,
         queue_bytes: int = 256 << 20,
         chunk_bytes: int = 64 << 20,
@@ -115,7 +116,9 @@ class Writer:
         self._steps_bytes = 0
         self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
         self._sealed_at = time.monotonic()
-        self._publish(manifest)
+        # There is never a manifest without the weights it began with
+        self._write_snapshot(manifest.end_step, weights)
+        self._publish(self.manifest)
         self._thread = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
         self._thread.start()
 
@@ -264,10 +267,12 @@ class Writer:
         return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, keys, files)
 
     def _write_snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
+        if any(snapshot.step == step for snapshot in self.manifest.snapshots):
+            return  # the same weights; a named file is never written again
         name = snapshot_name(step)
         file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()})
         (self.folder / f".{name}").replace(self.folder / name)
-        kept = tuple(s for s in self.manifest.snapshots if s.step != step)
+        kept = self.manifest.snapshots
         if self.manifest.keep == "totals":  # disk does not grow with the number of steps
             kept, gone = tuple(s for s in kept if s.step == 0), [s for s in kept if s.step != 0]
         else:
@@ -295,18 +300,19 @@ def publish(folder: Path, manifest: Manifest) -> None:
 
 def write_totals(folder: Path, manifest: Manifest, new: NewTotals) -> Manifest:
     """Write a folder of totals; gives the manifest that names it. Totals of other steps are removed."""
-    target, unfinished = folder / totals_name(new.step), folder / f".{totals_name(new.step)}"
+    number = manifest.totals.number + 1 if manifest.totals else 0
+    target, unfinished = folder / totals_name(number), folder / f".{totals_name(number)}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     files = {SUMS: write_tensors(unfinished / SUMS, {name: [t.numpy()] for name, t in new.tensors.items()})}
-    for number, table in enumerate(new.groups):
-        files[groups_name(number)] = _write_table(unfinished / groups_name(number), table)
+    for grouping, table in enumerate(new.groups):
+        files[groups_name(grouping)] = _write_table(unfinished / groups_name(grouping), table)
     _flush_folder(unfinished)
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
-    written = replace(manifest, totals=Totals(new.step, new.rows, tuple(new.groupings), files))
+    written = replace(manifest, totals=Totals(number, new.step, new.rows, tuple(new.groupings), files))
     publish(folder, written)
-    for path in folder.glob(f"{totals_name(0)[:-9]}*"):
+    for path in folder.glob("totals-*"):
         if path.name != target.name:
             shutil.rmtree(path, ignore_errors=True)
     return written
@@ -427,9 +433,10 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
     if not any(folder.iterdir()):
         return
-    if not (folder / MANIFEST).exists() and not all(_ours(path.name) for path in folder.iterdir()):
+    begun = (folder / MANIFEST).exists()  # else at most the leftovers of a recording killed before its first manifest
+    if not begun and not all(_ours(path.name) for path in folder.iterdir()):
         raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
-    if not overwrite:
+    if begun and not overwrite:
         raise StoreExistsError(
             f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
         )
