@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualform.errors import AxisError
-from dualform.layers.axes import Layout, flattened_from, layout, rows_axis, tensors_in
+from dualform.layers.axes import Layout, flattened_from, layout, tensors_in
 
 
 def numbered(*lead):
@@ -124,12 +124,6 @@ def test_no_view_no_evidence():
 def test_a_transposed_view_is_no_evidence_for_the_order_it_lost():
     same_memory = torch.zeros(4, 3, 5)[:, :1].transpose(0, 1).reshape(4, 5)
     assert flattened_from(same_memory, 4) is None
-
-
-def test_rows_axis_is_the_one_that_fits():
-    assert rows_axis(torch.zeros(3, 6), 6) == 1
-    assert rows_axis(torch.zeros(6, 6), 6) is None
-    assert rows_axis(torch.zeros(3, 5), 6) is None
 
 
 def test_tensors_are_found_in_arguments_of_any_shape():

@@ -1,6 +1,7 @@
 """Loops people really write: each trains for real, in float64, and must verify to rounding."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ GAP = 1e-12
 def network(*widths, dtype=torch.float64):
     torch.manual_seed(0)
     layers = []
-    for d_in, d_out in zip(widths[:-1], widths[1:], strict=True):
+    for d_in, d_out in itertools.pairwise(widths):
         layers += [nn.Linear(d_in, d_out, dtype=dtype), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -896,7 +896,6 @@ def turn_and_flatten(x):
         (as_it_is, "rows", 3),
         (as_it_is, "positions", 3),  # sequence first, length ≠ batch
         (flatten, "rows", 3),
-        (flatten_and_change, "rows", 3),
         (lambda x: x.reshape(4, 3, 1, 3), "rows", 3),
         (lambda x: x.reshape(3, 1, 4, 3), "positions", 3),
     ],
@@ -914,6 +913,7 @@ def test_the_rows_are_found(tmp_path, arrange, first, positions):
         (flatten, "rows", 4, "flattened"),
         (flatten, "positions", 3, "flattened"),  # positions × rows
         (flatten_and_change, "positions", 3, "flattened"),
+        (flatten_and_change, "rows", 3, "flattened"),  # a product does not tell what it was made from
     ],
 )
 def test_where_the_rows_are_not_clear_the_step_asks(tmp_path, arrange, first, positions, words):
@@ -935,7 +935,6 @@ def test_turned_around_inside_the_model_and_flattened(tmp_path):
     [
         (as_it_is, "positions", 4, 1),
         (as_it_is, "rows", 4, 0),
-        (as_it_is, "rows", 4, -3),
         (flatten, "positions", 3, 1),
         (turn_and_flatten, "rows", 3, 1),
         (flatten, "rows", 3, 0),
@@ -957,6 +956,11 @@ class Heads(nn.Module):
     def forward(self, x):
         rows, positions, width = x.shape
         return self.map(x.reshape(rows * positions * (width // 3), 3)).reshape(rows, positions, -1)
+
+
+def test_axes_are_counted_from_the_front(tmp_path):
+    with pytest.raises(dualform.errors.RecordingError, match=r"batch_axis=\{'map': -3\}.*from the front"):
+        step_once(tmp_path / "run", as_it_is, sequences(4, 4), 4, batch_axis={"map": -3})
 
 
 def test_flattened_heads(tmp_path):

@@ -79,7 +79,7 @@ def test_scan_and_totals_agree(runs, by, layer, monkeypatch):
 )
 @pytest.mark.parametrize("layers", [None, "2"])
 def test_masks_from_group_deltas_equal_masks_from_slots(runs, drop, layers):
-    scan, totals, x, _ = runs
+    scan, totals, _, _ = runs
     expected, found = scan.masked(drop=drop, layers=layers), totals.masked(drop=drop, layers=layers)
     for (name, one), other in zip(expected.named_parameters(), found.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=name)

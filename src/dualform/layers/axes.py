@@ -58,7 +58,7 @@ def layout(
 
     lead: the input's shape without its features. axis: what the user said, if anything; for a flattened input 0 means
     that the rows are the slow part (rows × positions), 1 that they are the fast one (positions × rows).
-    evidence: for a flattened input, the axis of the rows in the tensors it comes from (None: not clear).
+    evidence: for a flattened input, the axis of the rows in the tensor that was flattened (None: it cannot be seen).
     """
     if axis is not None:
         return _as_told(lead, rows, layer, axis)
@@ -116,21 +116,28 @@ def _as_told(lead: tuple[int, ...], rows: int, layer: str, axis: int) -> Layout:
     )
 
 
-def rows_axis(tensor: Tensor, rows: int) -> int | None:
-    """The one axis of a tensor whose length is the row count, if there is one."""
-    fits = [i for i, n in enumerate(tensor.shape) if n == rows]
-    return fits[0] if len(fits) == 1 else None
-
-
 def flattened_from(tensor: Tensor, rows: int) -> int | None:
-    """The axis of the rows in the tensor that a flattened one is a view of, if it can be seen."""
+    """The axis of the rows in the tensor that was flattened into this one, if that can be seen."""
+    shape = _shape_before(tensor)
+    if shape is None or len(shape) <= tensor.dim():
+        return None
+    fits = [i for i, n in enumerate(shape[:-1]) if n == rows]
+    if len(fits) != 1 or (fits != [0] and shape[-1] != tensor.shape[-1]):
+        return None  # rows that come first stay together, however the rest is cut into vectors (heads)
+    return fits[0]
+
+
+def _shape_before(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape that a view or a reshape started from: as autograd wrote it down, or that of the view's base."""
+    saved = getattr(tensor.grad_fn, "_saved_self_sym_sizes", None)
+    if saved is not None and "View" in type(tensor.grad_fn).__name__:
+        return tuple(int(n) for n in saved)
     base = tensor._base
-    if base is None or base.dim() <= tensor.dim() or not base.is_contiguous() or not tensor.is_contiguous():
+    if base is None or not base.is_contiguous() or not tensor.is_contiguous():
         return None
-    if base.shape[-1] != tensor.shape[-1] or base.data_ptr() != tensor.data_ptr() or base.numel() != tensor.numel():
+    if base.data_ptr() != tensor.data_ptr() or base.numel() != tensor.numel():
         return None
-    fits = [i for i, n in enumerate(base.shape[:-1]) if n == rows]
-    return fits[0] if len(fits) == 1 else None
+    return tuple(base.shape)
 
 
 def tensors_in(value: object) -> list[Tensor]:

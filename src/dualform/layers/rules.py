@@ -50,6 +50,8 @@ def refusal(module: nn.Module) -> str | None:
         return "its weight is no parameter (old-style weight normalisation, or a lazy layer not yet run)"
     if nn.parameter.is_lazy(weight):
         return "its weight is not initialised yet (a lazy layer): run the model once before record()"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention uses its weight without ever calling it"
     for kind in RULES:
         if isinstance(module, kind) and type(module).forward is not kind.forward:
             return f"its type {type(module).__name__} has a forward of its own"

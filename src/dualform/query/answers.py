@@ -38,7 +38,7 @@ class Scores(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Totals by group, groups in the order in which they first appeared."""
+    """Totals by group, groups in the order in which they first appeared. A group's position is a `slot_position`."""
 
     values: pl.DataFrame
     totals: Tensor
@@ -165,7 +165,11 @@ class Answer(ABC):
         groups = Groups(self._store, self.layer.name, by, self._end)
         totals, visits, first = self._scanned(groups, where, absolute)
         order = first.argsort(stable=True)
-        return Sums(groups.values[order.numpy()], totals[:, order], visits[order], groups.described()[order.numpy()])
+        values, described = (
+            frame[order.numpy()].rename({"position": "slot_position"}, strict=False)
+            for frame in (groups.values, groups.described())
+        )
+        return Sums(values, totals[:, order], visits[order], described)
 
     @abstractmethod
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:

@@ -46,11 +46,14 @@ def run(
     rules = {rule.kind: rule for rule in RULES.values()}
     rows = _rows(inputs) if rows is None else rows
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    evidence = {axes.rows_axis(t, rows) for t in axes.tensors_in(inputs)}
+    flattened: dict[int, int] = {}
 
     def hook(name: str, kind: str) -> Callable[..., Tensor | None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            seen.setdefault(name, []).append((rules[kind].key((args, kwargs)), output))
+            key = rules[kind].key((args, kwargs))
+            if key.dim() == 2 and (axis := axes.flattened_from(key, rows)) is not None:
+                flattened[len(key)] = axis
+            seen.setdefault(name, []).append((key, output))
             return output.clone() if gradients else None  # an activation in place would change what we hold
 
         return note
@@ -58,10 +61,8 @@ def run(
     modules = dict(model.named_modules())
     handles = [modules[n].register_forward_hook(hook(n, kind), with_kwargs=True) for n, kind in layers.items()]
     try:
-        with torch.set_grad_enabled(gradients):
-            if gradients:
-                model.requires_grad_(True)
-            output = _call(model, inputs)
+        with torch.enable_grad():  # without it, a flattened input does not tell where it comes from
+            output = _call(model.requires_grad_(True), inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -71,14 +72,9 @@ def run(
     for name, calls in seen.items():
         queries, along = [], []
         for number, (key, _) in enumerate(calls):
-            told, source = batch_axis.get(name), axes.flattened_from(key, rows)
-            where = axes.layout(
-                tuple(key.shape[:-1]),
-                rows,
-                layer=name,
-                axis=told,
-                evidence=evidence if source is None else {source},
-            )
+            known = flattened.get(len(key)) if key.dim() == 2 else None
+            lead, told = tuple(key.shape[:-1]), batch_axis.get(name)
+            where = axes.layout(lead, rows, layer=name, axis=told, evidence=() if known is None else (known,))
             queries.append(where.slots(key.detach()).reshape(rows, where.positions, key.shape[-1]))
             if gradients:
                 slope = slopes[name][number]

@@ -93,9 +93,16 @@ def condition_columns(where: pl.Expr | str, store: Store, name: str) -> set[str]
     return _columns_used(read_condition(where, name), store, name)
 
 
-def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools:
-    """A condition on the columns of groups, for each group."""
-    return _evaluate(read_condition(where, name), groups, name)
+def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools | None:
+    """A condition on the columns of groups, for each group; None if it compares rows with each other.
+
+    A mean over rows is no mean over groups; such a condition is known by its answers for the groups one by one.
+    """
+    condition = read_condition(where, name)
+    whole = _evaluate(condition, groups, name)
+    size = max(1, -(-groups.height // 256))
+    apart = [_evaluate(condition, groups[low : low + size], name) for low in range(0, groups.height, size)]
+    return whole if np.array_equal(whole, np.concatenate([np.zeros(0, dtype=np.bool_), *apart])) else None
 
 
 def _columns_used(where: pl.Expr, store: Store, name: str) -> set[str]:

@@ -80,7 +80,8 @@ class Dual:
     @property
     def layers(self) -> list[str]:
         """The names of the recorded layers."""
-        return [layer.name for layer in self.store.manifest.layers]
+        manifest = self.store.manifest
+        return [layer.name for layer in manifest.layers if layer.name not in manifest.left_out]
 
     @property
     def rows(self) -> pl.DataFrame:
@@ -193,8 +194,8 @@ class Dual:
         assert condition is not None
         columns = condition_columns(condition, self.store, name)
         view = find(self.store, columns, self.end_step, deltas=True, subset=True)
-        if view is not None:
-            kept = over_groups(condition, view.groups, name)
+        kept = None if view is None else over_groups(condition, view.groups, name)
+        if view is not None and kept is not None:
             for layer in self.store.manifest.layers:
                 if layer.name in self._chosen(layers):
                     for parameter in (layer.weight, layer.bias):

@@ -17,9 +17,6 @@ from torch.utils.hooks import RemovableHandle
 class Listener(Protocol):
     """What the hooks tell."""
 
-    def root(self, arguments: object) -> None:
-        """The model is called."""
-
     def forward(self, layer: int, arguments: tuple[tuple[Any, ...], dict[str, Any]], task: int) -> Any:
         """A layer is called with gradients on; the answer is given back when its error signal arrives."""
 
@@ -40,14 +37,15 @@ class Capture:
     """Hooks on a model and on the parameters of its recorded layers, until removed."""
 
     def __init__(self, model: nn.Module, listener: Listener, before_forward: Callable[[], None]):
-        self._listener, self._before_forward = listener, before_forward
+        self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
-        self._handles.append(model.register_forward_pre_hook(self._root, with_kwargs=True))
+        # Hooks are plain functions: a deep copy of the model shares them, and they know that it is another one
+        self._handles.append(model.register_forward_pre_hook(lambda module, _: before_forward()))
 
     def add(self, number: int, module: nn.Module) -> None:
         """Hook a layer."""
-        self._handles.append(module.register_forward_hook(self._forward(number), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._forward(number, module), with_kwargs=True))
         self._watch(number, module)
 
     def remove(self) -> None:
@@ -56,13 +54,9 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
-    def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._before_forward()
-        self._listener.root((args, kwargs))
-
-    def _forward(self, number: int) -> Callable[..., None]:
+    def _forward(self, number: int, original: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not isinstance(output, Tensor) or not output.requires_grad:
+            if module is not original or not isinstance(output, Tensor) or not output.requires_grad:
                 return
             self._watch(number, module)
             visit = self._listener.forward(number, (args, kwargs), graph_task())

@@ -27,8 +27,8 @@ class Batch:
     rows: int
     values: dict[str, ColumnValues]
     columns: tuple[Column, ...]
-    axes: set[int] = field(default_factory=set)
-    """Where the rows were seen in tensors of the forward pass: evidence for flattened inputs."""
+    flattened: dict[int, int] = field(default_factory=dict)
+    """By its length, how an input of the forward pass was flattened: evidence for others of the same length."""
 
 
 def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...] | None) -> Batch:
@@ -88,6 +88,8 @@ def _same_columns(described: list[Column], expected: tuple[Column, ...] | None) 
 
 
 def _convert(name: str, given: Any) -> ColumnValues:
+    if isinstance(given, np.generic):
+        given = given.item()
     if isinstance(given, torch.Tensor):
         if given.is_floating_point():
             given = given.double()

@@ -95,7 +95,8 @@ class Watched:
     @property
     def fingerprint(self) -> float:
         """One number that tells what was remembered: r · (W R)."""
-        return float(self._ledger.mixed[: self._seen.size] @ self._seen)
+        with np.errstate(all="ignore"):
+            return float(self._ledger.mixed[: self._seen.size] @ self._seen)
 
     @property
     def size(self) -> float:
@@ -109,13 +110,16 @@ class Watched:
             size = -(-len(parameter) // PARTS)
             rows = slice(self._turn * size, (self._turn + 1) * size)
             self._turn = (self._turn + 1) % -(-len(parameter) // size)
+        if not len(parameter):
+            return False
         known = self._seen.reshape(len(parameter), -1)[rows].reshape(-1)
         now = self._ledger.seen(self._name, parameter.detach()[rows])
         if np.array_equal(now, known, equal_nan=True):
             return False
         # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
-        bound = math.sqrt(parameter[0].numel()) * float(np.linalg.norm(known)) * roundoff(parameter)
-        return not np.linalg.norm(now - known) <= audit.SLACK * bound
+        with np.errstate(all="ignore"):  # what has diverged may overflow here
+            bound = math.sqrt(parameter[0].numel()) * float(np.linalg.norm(known)) * roundoff(parameter)
+            return not np.linalg.norm(now - known) <= audit.SLACK * bound
 
 
 def roundoff(tensor: Tensor) -> float:
@@ -136,6 +140,7 @@ class LayerLedger:
         self.columns = self.random.shape[1]
         self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(self.d_out * self.columns)
         self.watched = {name: Watched(self, name, p) for name, p in self.parameters().items()}
+        self.called = False
         self.passes: list[Pass] = []
         self.stored: list[Pass] = []
         """Those that the open step has stored already: weight and bias may belong to different optimizers."""
@@ -230,17 +235,10 @@ class Ledger:
         self.spent.clear()
         self.calls_since_backward += 1
 
-    def root(self, arguments: object) -> None:
-        """Note where the rows are in the model's own inputs."""
-        if self.batch is not None:
-            for tensor in axes.tensors_in(arguments):
-                axis = axes.rows_axis(tensor, self.batch.rows)
-                if axis is not None:
-                    self.batch.axes.add(axis)
-
     def forward(self, layer: int, arguments: tuple[tuple[Any, ...], dict[str, Any]], task: int) -> Visit:
         """A layer is called with gradients on."""
         entry = self.layers[layer]
+        entry.called = True
         key = entry.layer.rule.key(arguments)
         problem: DualformError | None = None
         if task < 0:
@@ -262,10 +260,8 @@ class Ledger:
                 f"layer {entry.layer.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
-        elif key.dim() > 2:
-            axis = axes.rows_axis(key[..., 0], self.batch.rows)
-            if axis is not None:
-                self.batch.axes.add(axis)
+        elif key.dim() == 2 and (axis := axes.flattened_from(key, self.batch.rows)) is not None:
+            self.batch.flattened[len(key)] = axis
         self._serial += 1
         return Visit(self._serial, self.batch, key, problem)
 
@@ -292,7 +288,5 @@ class Ledger:
     def _layout(self, ledger: LayerLedger, visit: Visit) -> axes.Layout:
         assert visit.batch is not None
         name, rows, lead = ledger.layer.name, visit.batch.rows, tuple(visit.key.shape[:-1])
-        told = self._batch_axis.get(name)
-        source = axes.flattened_from(visit.key, rows)
-        evidence = visit.batch.axes if source is None else {source}
-        return axes.layout(lead, rows, layer=name, axis=told, evidence=evidence)
+        told, known = self._batch_axis.get(name), visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None
+        return axes.layout(lead, rows, layer=name, axis=told, evidence=() if known is None else (known,))

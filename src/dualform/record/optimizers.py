@@ -56,14 +56,23 @@ def _inherits_update(subclass: type[Optimizer], kind: type[Optimizer]) -> bool:
     return not own & {"step", "_init_group"}
 
 
+def listed(given: object) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    several: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise OptimizerError(
+                f"record() got {type(one).__name__!r} where it expected a torch.optim.Optimizer or a list of them."
+            )
+    if not several:
+        raise OptimizerError("record() got no optimizer: expected a torch.optim.Optimizer or a list of them.")
+    return several
+
+
 def require_replay(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that cannot be replayed."""
     known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise OptimizerError(
-                f"record() got {type(optimizer).__name__!r} where it expected a torch.optim.Optimizer or a list of them."
-            )
         if replay_for(optimizer) is None:
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot be replayed, so error signals would get no coefficient. Optimizers "

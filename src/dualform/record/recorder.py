@@ -85,12 +85,14 @@ def record(
             raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
-    several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
     if keep != "keys":
         optimizers.require_replay(several)
     chosen, waiting, left_out = choose(model, several, layers)
-    for name in batch_axis or {}:
+    for name, axis in (batch_axis or {}).items():
+        if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
+            raise RecordingError(f"batch_axis={{{name!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …")
         if name not in {layer.name for layer in (*chosen, *waiting)}:
             raise RecordingError(
                 f"batch_axis names {name!r}, which is not recorded. Recorded layers: "
@@ -229,7 +231,7 @@ class Recorder:
         """Keep numbers beside a step: the last one, or the coming one if its backward pass has begun."""
         if not self._alive():
             return
-        numbers = {name: float(value) for name, value in scalars.items()}
+        numbers = {n: v.item() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
         if self._open is None or self._ledger.pending:
             self._early_log.update(numbers)
         else:
@@ -281,10 +283,17 @@ class Recorder:
                         f"{self._next_step}.",
                         stacklevel=3,
                     )
-            self._writer.close(ended)
+            self._writer.close(ended, self._never_called() if ended == "closed" else {})
         except WriterError as error:
             self._writer.abandon()
             self._stop_or_raise(error)
+
+    def _never_called(self) -> dict[str, str]:
+        """Layers that had no part in the training: named once, at the end."""
+        idle = [layer.layer.name for layer in self._ledger.layers if not layer.called]
+        if idle and self._next_step:
+            warnings.warn(f"not recorded: {', '.join(map(repr, idle))}: never called in training", stacklevel=4)
+        return dict.fromkeys(idle, "it was never called in training")
 
     def _detach(self) -> None:
         self._closed = True

@@ -203,11 +203,12 @@ class Store:
 
         A column per position gives each slot its own entry; null where the layer has another number of positions.
         """
-        table = self.rows.select(columns)[chunk.rows()] if columns else pl.DataFrame()
-        table = table.with_columns(
-            pl.Series("position", chunk.positions(), pl.Int64),
-            pl.Series("positions", chunk.per_slot(chunk.blocks[:, 5]), pl.Int64),
+        table = pl.DataFrame(
+            {"position": chunk.positions(), "positions": chunk.per_slot(chunk.blocks[:, 5])},
+            schema={"position": pl.Int64, "positions": pl.Int64},
         )
+        if columns:
+            table = pl.concat([self.rows.select(columns)[chunk.rows()], table], how="horizontal")
         for column in self.manifest.columns:
             if column.per == "position" and column.name in columns:
                 fits = pl.col(column.name).list.len() == pl.col("positions")

@@ -12,9 +12,10 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 import numpy as np
@@ -102,6 +103,7 @@ class Writer:
         self.folder = folder
         self.manifest = manifest  # changed by the background thread alone
         self._columns = manifest.columns
+        self._left_out: dict[str, str] = {}
         self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
         self._lock_file = _lock(folder)
         self._pool = pool
@@ -157,8 +159,9 @@ class Writer:
             self._lock_file.close()
             self._lock_file = None
 
-    def close(self, ended: str) -> None:
-        """Seal what is there, write down how it ended, and stop."""
+    def close(self, ended: str, left_out: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Seal what is there, write down how it ended and which other layers have no slots, and stop."""
+        self._left_out = dict(left_out)
         if not self._thread.is_alive() and self._lock_file is None:
             return
         self._inbox.put(ended)
@@ -233,7 +236,8 @@ class Writer:
             return
         marks = {layer: Mark(step.number, why) for step in self._steps for layer, why in step.marks.items()}
         inexact = {**marks, **self.manifest.inexact}
-        manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact)
+        left_out = {**self.manifest.left_out, **self._left_out}
+        manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact, left_out=left_out)
         if self._steps:
             chunk = self._write_chunk(len(manifest.chunks), self._columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
@@ -434,7 +438,8 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
     if not any(folder.iterdir()):
         return
     begun = (folder / MANIFEST).exists()  # else at most the leftovers of a recording killed before its first manifest
-    if not begun and not all(_ours(path.name) for path in folder.iterdir()):
+    foreign = begun and b'"format": "dualform"' not in (folder / MANIFEST).read_bytes()
+    if foreign or (not begun and not all(_ours(path.name) for path in folder.iterdir())):
         raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
     if begun and not overwrite:
         raise StoreExistsError(
