@@ -45,6 +45,11 @@ def run(tmp_path_factory):
     return record(tmp_path_factory.mktemp("cli") / "run")
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("cli") / "totals", keep="totals", totals=["label"])
+
+
 @pytest.fixture
 def queries(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
@@ -54,7 +59,7 @@ def queries(tmp_path):
 
 def test_version_and_help():
     assert call("--version").stdout == f"dualform {dualform.__version__}\n"
-    assert all(command in call("--help").stdout for command in ("demo", "info", "verify", "export"))
+    assert all(command in call("--help").stdout for command in ("demo", "info", "verify", "totals", "export"))
 
 
 def test_info(run):
@@ -62,6 +67,62 @@ def test_info(run):
     assert shown.exit_code == 0
     assert "sample_id (Int64 per row)" in shown.stdout
     assert json.loads(call("info", run, "--json").stdout) == dualform.open(run).info()
+
+
+def test_info_shows_totals_marks_and_how_it_ended(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"totals": {"label": "keys", ("task", "label"): "both"}, "on_unexplained": "mark"}
+    with pytest.raises(KeyboardInterrupt), dualform.record(model, stepper, tmp_path / "run", **settings) as recorder:
+        for step in range(4):
+            recorder.batch(label=[0, 1, 2, 0], task="digits")
+            stepper.zero_grad()
+            model(torch.ones(4, 5)).sum().backward()
+            if step == 1:
+                model.weight.grad[0] += 1  # noise
+            if step == 3:
+                model.weight.grad.fill_(float("nan"))
+            stepper.step()
+        raise KeyboardInterrupt
+    shown = re.sub(r"\s+", " ", call("info", tmp_path / "run").stdout)
+    assert "ended KeyboardInterrupt" in shown
+    assert "totals by label: 3 groups, key sums" in shown
+    assert "totals by task + label: 3 groups, key sums and group deltas" in shown
+    assert "inexact '' from step 1 on: 'weight' has a gradient that its recorded slots do not explain" in shown
+    assert "not finite the gradient of 'weight' from step 3 on" in shown
+    assert "totals" not in call("info", record(tmp_path / "plain")).stdout
+
+
+def test_totals_are_built_and_kept(tmp_path):
+    run = record(tmp_path / "run")
+    shown = call("totals", run, "--by", "label")
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("Totals by label: 3 groups, key sums and group deltas. On disk: ")
+    assert shown.stderr == ""
+    answer = json.loads(call("totals", run, "--by", "label", "--by", "sample_id", "--kind", "keys", "--json").stdout)
+    size = sum(file.stat().st_size for file in run.glob("totals-*/*"))
+    assert answer == {"by": ["label", "sample_id"], "kind": "keys", "groups": 12, "groupings": 2, "bytes": size}
+    again = call("totals", run, "--by", "label", "--kind", "deltas").stdout
+    assert "3 groups, group deltas. On disk, with 1 other grouping: " in again
+    built = dualform.open(run).info()["totals"]
+    assert built == [
+        {"by": ["label", "sample_id"], "kind": "keys", "groups": 12},
+        {"by": ["label"], "kind": "deltas", "groups": 3},
+    ]
+
+
+def test_totals_of_a_recording_of_keys_are_key_sums(tmp_path):
+    run = record(tmp_path / "keys", keep="keys", optimizer=torch.optim.Adam)
+    assert json.loads(call("totals", run, "--by", "label", "--json").stdout)["kind"] == "keys"
+
+
+def test_totals_wait_for_the_recorder(tmp_path):
+    model = nn.Linear(5, 3)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        answer = call("totals", tmp_path / "run", "--by", "label")
+    assert answer.exit_code == 2
+    assert "is being written by another recorder" in answer.stderr
 
 
 def test_verify_passes(run):
@@ -105,13 +166,16 @@ def test_verify_at_a_step_without_weights_is_no_pass(run):
         (["export", "{run}", "--to", "{tmp}/out", "--queries", "{q}", "--layer", "2"], "expected (queries, 4)"),
         (["export", "{run}", "--to", "{tmp}/out", "--queries", "{tmp}/no.npy", "--layer", "0"], "there is no file"),
         (["export", "{run}", "--to", "{tmp}/out", "--queries", "{tmp}/file", "--layer", "0"], ".npy, .safetensors"),
+        (["totals", "{run}", "--by", "lable"], "there is no column 'lable'. Columns: sample_id, label, token"),
+        (["totals", "{tmp}/nowhere", "--by", "label"], "there is no such folder"),
+        (["totals", "{kept}", "--by", "label"], "keeps totals only"),
         (["demo", "--out", "{tmp}"], "holds no recording"),
         (["demo", "--out", "{run}"], "holds a recording already"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_code_2(run, queries, tmp_path, arguments, message):
+def test_what_cannot_be_done_is_one_line_and_code_2(run, kept, queries, tmp_path, arguments, message):
     (tmp_path / "file").write_text("hello")
-    answer = call(*(a.format(run=run, tmp=tmp_path, q=queries) for a in arguments))
+    answer = call(*(a.format(run=run, kept=kept, tmp=tmp_path, q=queries) for a in arguments))
     assert answer.exit_code == 2
     assert answer.stdout == ""
     assert answer.stderr.startswith("error: ")
@@ -128,6 +192,9 @@ def test_what_cannot_be_done_is_one_line_and_code_2(run, queries, tmp_path, argu
         (["export", "{run}", "--to", "{tmp}", "--top", "3"], "need --queries"),
         (["export", "{run}", "--to", "{tmp}", "--queries", "{q}", "--layer", "0", "--top", "3", "--all"], "give one"),
         (["export", "{run}", "--to", "{q}"], "is a file"),
+        (["totals", "{run}"], "--by"),
+        (["totals", "{run}", "--by", "label", "--by", "label"], "each column is given once"),
+        (["totals", "{run}", "--by", "label", "--kind", "all"], "'keys', 'deltas', 'both'"),
     ],
 )
 def test_bad_usage_is_code_2(run, queries, tmp_path, arguments, message):

@@ -1,4 +1,4 @@
-"""The command line: `dualform demo | info | verify | export`.
+"""The command line: `dualform demo | info | verify | totals | export`.
 
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
@@ -11,6 +11,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -24,6 +25,14 @@ from dualform.version import __version__
 FAILED, UNUSABLE = 1, 2
 EXTRAS = {"sklearn": "demo", "matplotlib": "demo"}
 """Packages that only some commands need, and the extra that brings them."""
+
+
+class Kind(str, Enum):
+    """What totals keep of a group."""
+
+    keys = "keys"
+    deltas = "deltas"
+    both = "both"
 
 
 P = ParamSpec("P")
@@ -144,6 +153,39 @@ def verify(
         show_certificate(Console(), certificate)
     if not certificate.passed:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+@_one_line_errors
+def totals(
+    run: Run,
+    by: Annotated[
+        list[str], typer.Option(help="The column that makes the groups; several make one grouping.", show_default=False)
+    ],
+    kind: Annotated[
+        Kind, typer.Option(help="keys: key sums; deltas: each group's part of the weights; both.")
+    ] = Kind.both,
+    as_json: Json = False,
+) -> None:
+    """Build totals from a recording's slots and keep them with it. Totals that are there stay."""
+    if len(set(by)) < len(by):
+        raise typer.BadParameter("each column is given once.", param_hint="--by")
+
+    import dualform
+    from dualform.terminal import show_totals
+
+    with _progress() as progress:
+        dualform.build_totals(run, by, kind=kind.value, progress=progress)
+    store = dualform.open(run).store
+    kept = store.manifest.totals
+    assert kept is not None  # just built
+    number = [grouping.columns for grouping in kept.groupings].index(tuple(by))
+    built = {"by": by, "kind": kept.groupings[number].kind, "groups": store.groups(number).height}
+    nbytes = sum(file.size for file in kept.files.values())
+    if as_json:
+        _print_json({**built, "groupings": len(kept.groupings), "bytes": nbytes})
+    else:
+        show_totals(Console(), built, len(kept.groupings), nbytes)
 
 
 @app.command()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 VERDICTS = {"pass": "green", "unknown": "yellow"}
 """The colours of verdicts; all others are red."""
+KEPT = {"keys": "key sums", "deltas": "group deltas", "both": "key sums and group deltas"}
+"""What totals keep of a group, in words."""
 
 
 def show_certificate(console: Console, certificate: Certificate) -> None:
@@ -49,17 +51,21 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
     for name in ("steps", "rows", "chunks"):
         about.add_row(name, f"{info[name]:,}")
     about.add_row("disk", _size(info["bytes"]))
-    for name in ("dtype", "keep", "ended", "created_by"):
+    for name in ("dtype", "keep", "created_by"):
         about.add_row(name.replace("_", " "), escape(str(info[name])))
+    whole = info["ended"] == "closed"
+    about.add_row("ended", Text(info["ended"], style="" if whole else "yellow"))
     about.add_row("snapshots", "after steps " + ", ".join(f"{step:,}" for step in info["snapshots"]))
     columns = ", ".join(f"{name} ({kind})" for name, kind in info["columns"].items())
     about.add_row("columns", escape(columns or "none"))
+    for totals in info["totals"]:
+        about.add_row("totals", escape(_totals(totals)))
     for name, why in info["left_out"].items():
         about.add_row("left out", escape(f"{name!r}: {why}"))
     for name, mark in info["inexact"].items():
-        about.add_row("inexact", escape(f"{name!r} from step {mark['step']:,} on: {mark['why']}"))
+        about.add_row("inexact", Text(f"{name!r} from step {mark['step']:,} on: {mark['why']}", style="bold red"))
     for name, step in info["not_finite_from"].items():
-        about.add_row("not finite", escape(f"the gradient of {name!r} from step {step:,} on"))
+        about.add_row("not finite", Text(f"the gradient of {name!r} from step {step:,} on", style="bold red"))
     console.print(about)
     layers = _table("Layers", "name", "kind", ">inputs", ">outputs", "bias", ">slots")
     for layer in info["layers"]:
@@ -72,6 +78,12 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
             f"{layer['slots']:,}",
         )
     console.print(layers)
+
+
+def show_totals(console: Console, built: dict[str, Any], groupings: int, nbytes: int) -> None:
+    """What was built, and the disk that it takes."""
+    others = f", with {groupings - 1} other grouping{'s' * (groupings > 2)}" if groupings > 1 else ""
+    console.print(Text(f"Totals {_totals(built)}. On disk{others}: {_size(nbytes)}."), soft_wrap=True)
 
 
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:
@@ -166,6 +178,11 @@ def _table(title: str, *columns: str, header: bool = True) -> Table:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
     return table
+
+
+def _totals(grouping: dict[str, Any]) -> str:
+    count = grouping["groups"]
+    return f"by {' + '.join(grouping['by'])}: {count:,} group{'s' * (count != 1)}, {KEPT[grouping['kind']]}"
 
 
 def _label(label: int) -> Text:

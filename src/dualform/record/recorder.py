@@ -238,9 +238,13 @@ class Recorder:
             self._open.log.update(numbers)
 
     def seal(self) -> int:
-        """Seal everything so far with a snapshot; call it when you save a checkpoint. Gives the number of steps."""
+        """Seal everything so far with a snapshot and wait for the disk; call it when you save a checkpoint.
+
+        Gives the number of steps: `resume=` takes it.
+        """
         if self._alive():
             self._finish_step(snapshot=True)
+            self._writer.wait()
         return self._next_step
 
     def close(self) -> None:

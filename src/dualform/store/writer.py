@@ -108,7 +108,7 @@ class Writer:
         self._lock_file = _lock(folder)
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
-        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | str | None] = (
+        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | threading.Event | str | None] = (
             queue.SimpleQueue()
         )
         self._held = 0
@@ -143,6 +143,14 @@ class Writer:
     def columns(self, columns: Sequence[Column]) -> None:
         """What the columns of rows are, where no step is handed over."""
         self._columns = tuple(columns)
+
+    def wait(self) -> None:
+        """Seal what there is, and wait until all that was handed over is on the disk."""
+        done = threading.Event()
+        self._inbox.put(done)
+        while not done.wait(0.2):
+            self.check()
+        self.check()
 
     def add_layer(self, layer: Layer, parameters: Sequence[Parameter]) -> None:
         """From the next step on there is one more layer."""
@@ -205,6 +213,9 @@ class Writer:
                         self._seal()
                 elif item is None:
                     self._seal()
+                elif isinstance(item, threading.Event):
+                    self._seal()
+                    item.set()
                 elif isinstance(item, NewTotals):
                     self._seal()
                     self._publish(write_totals(self.folder, replace(self.manifest, columns=self._columns), item))
