@@ -91,7 +91,7 @@ def test_info_shows_totals_marks_and_how_it_ended(tmp_path):
     assert "totals by task + label: 3 groups, key sums and group deltas" in shown
     assert "inexact '' from step 1 on: 'weight' has a gradient that its recorded slots do not explain" in shown
     assert "not finite the gradient of 'weight' from step 3 on" in shown
-    assert "totals" not in call("info", record(tmp_path / "plain")).stdout
+    assert "key sums" not in call("info", record(tmp_path / "plain")).stdout
 
 
 def test_totals_are_built_and_kept(tmp_path):

@@ -70,10 +70,9 @@ def explain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
 
 def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     """One number for each link: .grad is scaled as a whole between backward passes."""
-    factors: list[float] = []
-    expected = np.zeros_like(seen)
-    scale = 0.0
-    for link in links:
+    expected, scale = (links[0].added, links[0].scale) if links else (np.zeros_like(seen), 0.0)
+    factors = [1.0] * len(links[:1])  # what was in .grad before the first pass nobody explains
+    for link in links[1:]:
         ratio = 0.0 if link.before is None else _ratio(link.before, expected, scale, roundoff)[0]
         factors = [f * ratio for f in factors] + [1.0]
         expected = _scaled(expected, ratio) + link.added

@@ -242,8 +242,7 @@ class Ledger:
         key = entry.layer.rule.key(arguments)
         problem: DualformError | None = None
         if task < 0:
-            for other in self.layers:
-                other.passes = [p for p in other.passes if p.counted]  # autograd.grad: never reached the parameter
+            entry.passes = [p for p in entry.passes if p.counted]  # autograd.grad: never reached the parameter
         elif self.calls_since_backward > 1:
             problem = BatchError(
                 f"layer {entry.layer.name!r} was run again during a backward pass (activation checkpointing) after "

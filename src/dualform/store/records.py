@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,9 @@ class Step:
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """How much memory it holds, roughly."""
+        """How much memory it holds, roughly; to be asked once it is finished."""
         blocks = sum(b.keys.nbytes + (b.errors.nbytes if b.errors else 0) for b in self.blocks)
         gradients = sum(u.gradient.nbytes for u in self.updates if u.gradient is not None)
         rows = sum(
