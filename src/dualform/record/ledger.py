@@ -114,12 +114,13 @@ class Watched:
             return False
         known = self._seen.reshape(len(parameter), -1)[rows].reshape(-1)
         now = self._ledger.seen(self._name, parameter.detach()[rows])
-        if np.array_equal(now, known, equal_nan=True):
-            return False
-        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
         with np.errstate(all="ignore"):  # what has diverged may overflow here
-            bound = math.sqrt(parameter[0].numel()) * float(np.linalg.norm(known)) * roundoff(parameter)
-            return not np.linalg.norm(now - known) <= audit.SLACK * bound
+            apart = now - known
+            # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+            bound = audit.SLACK * roundoff(parameter) * math.sqrt(parameter[0].numel() * float(known @ known))
+            if math.sqrt(float(apart @ apart)) <= bound:
+                return False
+        return not np.array_equal(now, known, equal_nan=True)
 
 
 def roundoff(tensor: Tensor) -> float:

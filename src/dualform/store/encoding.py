@@ -79,10 +79,12 @@ def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Tensor 
         return Encoded(data, torch.zeros(len(vectors), dtype=torch.int16))
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
     bounds = (torch.linalg.vector_norm(vectors, dim=1) if norms is None else norms.cpu()).numpy()
-    if not (bounds.min() > 1e-15 and bounds.max() < 1e15):  # squares might leave float32, or something is not finite
+    if not ((bounds > 1e-15) & (bounds < 1e15)).all():  # squares might leave float32, or something is not finite
         bounds = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
-    exponents = np.clip((bounds.astype(np.float32).view(np.int32) >> 23) - 126, SMALLEST, LARGEST) - TOP
+    exponents = (bounds.astype(np.float32).view(np.int32) >> 23) - (126 + TOP)
+    np.maximum(exponents, SMALLEST - TOP, out=exponents)
+    np.minimum(exponents, LARGEST - TOP, out=exponents)
     scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
     torch.mul(vectors, scale.unsqueeze(1), out=data)
     return Encoded(data, torch.from_numpy(exponents.astype(np.int16)))
