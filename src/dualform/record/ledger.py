@@ -79,12 +79,14 @@ THROWN = 8
 class Watched:
     """What a parameter looked like after its last update: has anything else changed it since?
 
-    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a
-    weight, an eighth of the rows is compared each time, so an edit of the whole weight never passes.
+    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a weight, an
+    eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
     """
 
     def __init__(self, ledger: LayerLedger, name: str, parameter: Tensor):
         self._ledger, self._name, self._turn = ledger, name, 0
+        self._part = -(-parameter.shape[0] // PARTS)
+        self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(parameter.shape[-1])
         self.remember(parameter)
 
     def remember(self, parameter: Tensor) -> None:
@@ -95,31 +97,29 @@ class Watched:
     @property
     def fingerprint(self) -> float:
         """One number that tells what was remembered: r · (W R)."""
-        with np.errstate(all="ignore"):
-            return float(self._ledger.mixed[: self._seen.size] @ self._seen)
+        return float(self._ledger.mixed[: self._seen.size] @ self._seen)
 
     @property
     def size(self) -> float:
         """About how large the fingerprint can be: the norm of what was remembered."""
-        return float(np.linalg.norm(self._seen))
+        return _norm(self._seen)
 
     def changed(self, parameter: Tensor) -> bool:
         """Whether it is no longer what it was."""
-        rows = slice(None)
-        if self._name == "weight" and self._mark == (parameter._version, parameter.data_ptr()):
-            size = -(-len(parameter) // PARTS)
-            rows = slice(self._turn * size, (self._turn + 1) * size)
-            self._turn = (self._turn + 1) % -(-len(parameter) // size)
-        if not len(parameter):
+        known, part = self._seen, parameter.detach()
+        if self._mark == (parameter._version, parameter.data_ptr()):
+            self._turn = (self._turn + 1) % PARTS
+            if self._name == "bias":
+                if self._turn:
+                    return False
+            else:
+                low, high = self._turn * self._part, (self._turn + 1) * self._part
+                columns = self._ledger.columns
+                known, part = known[low * columns : high * columns], part[low:high]
+        now = self._ledger.seen(self._name, part)
+        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+        if _norm(now - known) <= self._slack * _norm(known):
             return False
-        known = self._seen.reshape(len(parameter), -1)[rows].reshape(-1)
-        now = self._ledger.seen(self._name, parameter.detach()[rows])
-        with np.errstate(all="ignore"):  # what has diverged may overflow here
-            apart = now - known
-            # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
-            bound = audit.SLACK * roundoff(parameter) * math.sqrt(parameter[0].numel() * float(known @ known))
-            if math.sqrt(float(apart @ apart)) <= bound:
-                return False
         return not np.array_equal(now, known, equal_nan=True)
 
 
@@ -154,9 +154,15 @@ class LayerLedger:
         """A parameter-shaped tensor as the audit sees it; a copy."""
         tensor = tensor.detach()
         if name == "weight":
-            tensor = tensor @ self.random.to(tensor.device, tensor.dtype)
-        seen: audit.Seen = tensor.cpu().numpy().astype(np.float64).reshape(-1)
+            tensor = tensor @ self._random_like(tensor)
+        seen: audit.Seen = tensor.cpu().numpy().astype(np.float64).ravel()
         return seen
+
+    def _random_like(self, tensor: Tensor) -> Tensor:
+        random = self.random
+        if tensor.dtype is not random.dtype or tensor.device != random.device:
+            random = random.to(tensor.device, tensor.dtype)
+        return random
 
     def current(self, task: int) -> Pass:
         """The pass of a graph task: begun at its first error signal, before anything is added to .grad."""
@@ -179,11 +185,11 @@ class LayerLedger:
         """Add the slots of one call to a pass."""
         assert visit.batch is not None
         keys, errors = layout.slots(visit.key.detach()), layout.slots(error.detach())
-        projected = keys @ self.random.to(keys.device, keys.dtype)
-        norms = torch.linalg.vector_norm(errors, dim=1)
-        size = _norm(norms.cpu().numpy())
-        entry.added["weight"] += (errors.T @ projected).cpu().numpy().reshape(-1)
-        entry.scale["weight"] += size * _norm(projected.cpu().numpy().reshape(-1))
+        projected = keys @ self._random_like(keys)
+        norms = torch.linalg.vector_norm(errors, dim=1).cpu().numpy()
+        size = _norm(norms)
+        entry.added["weight"] += (errors.T @ projected).cpu().numpy().ravel()
+        entry.scale["weight"] += size * _norm(projected.cpu().numpy().ravel())
         if "bias" in entry.added:
             entry.added["bias"] += errors.sum(0).cpu().numpy()
             entry.scale["bias"] += size * math.sqrt(len(errors))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -350,7 +351,8 @@ class Recorder:
     def _after_step(self, number: int) -> Callable[..., None]:
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._updating = False
-            self._books.remember([number], self._open)
+            with np.errstate(all="ignore"):
+                self._books.remember([number], self._open)
 
         return hook
 
@@ -364,8 +366,9 @@ class Recorder:
         step = self._open or records.Step(self._next_step)
         if self._open is None:
             self._books.begin_step()
-        self._books.settle_changes(step)
-        self._books.update(number, step)
+        with np.errstate(all="ignore"):  # what has diverged may overflow when it is looked at
+            self._books.settle_changes(step)
+            self._books.update(number, step)
         if self._open is None:
             self._open, self._stepped = step, set()
             self._next_step += 1

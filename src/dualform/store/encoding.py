@@ -17,7 +17,7 @@ from torch import Tensor
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
-SMALLEST, LARGEST = -100, 128  # powers of two beyond these would themselves overflow in float32
+SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class Pool:
                 self._bytes += tensor.nbytes
 
 
-def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Tensor | None = None) -> Encoded:
+Norms = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+
+def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Norms | None = None) -> Encoded:
     """Copy vectors (n, d) into their stored form; the copy shares no memory with the original.
 
     norms: the vectors' Euclidean norms (n,), if they are known already.
@@ -73,18 +76,17 @@ def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Tensor 
     data = (pool or Pool(0)).take(vectors.shape, TORCH[dtype])
     if dtype != "float16":
         return Encoded(data.copy_(vectors), None)
-    if vectors.dtype not in (torch.float32, torch.float64):
-        vectors = vectors.float()
     if not vectors.numel():
         return Encoded(data, torch.zeros(len(vectors), dtype=torch.int16))
+    if vectors.dtype not in (torch.float32, torch.float64):
+        vectors = vectors.float()
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
-    bounds = (torch.linalg.vector_norm(vectors, dim=1) if norms is None else norms.cpu()).numpy()
-    if not ((bounds > 1e-15) & (bounds < 1e15)).all():  # squares might leave float32, or something is not finite
-        bounds = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
+    bounds = torch.linalg.vector_norm(vectors, dim=1).numpy() if norms is None else norms
+    if not (bounds.min() > 1e-15 and bounds.max() < 1e15):  # squares might leave float32, or something is not finite
+        largest = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
+        bounds = np.clip(largest, np.ldexp(1.0, SMALLEST), np.ldexp(1.0, LARGEST))
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
-    exponents = (bounds.astype(np.float32).view(np.int32) >> 23) - (126 + TOP)
-    np.maximum(exponents, SMALLEST - TOP, out=exponents)
-    np.minimum(exponents, LARGEST - TOP, out=exponents)
+    exponents = (bounds.astype(np.float32, copy=False).view(np.int32) >> 23) - (126 + TOP)
     scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
     torch.mul(vectors, scale.unsqueeze(1), out=data)
     return Encoded(data, torch.from_numpy(exponents.astype(np.int16)))
