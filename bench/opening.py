@@ -1,6 +1,6 @@
 """How long opening takes for a store of many slots, beside reading its manifest alone.
 
-    python bench/opening.py [10000000]
+python bench/opening.py [10000000]
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def write(folder: Path, *, slots: int, d_in: int, d_out: int, dtype: str = "floa
     for number in range(-(-slots // batch)):
         first, ids = number * batch, np.arange(number * batch, (number + 1) * batch) % 60_000
         step = Step(number, [Rows(first, batch, {"sample_id": ids, "label": ids % 10})])
-        stored = encode(keys.roll(number, 1), dtype, pool), encode(errors, dtype, pool)
+        stored = encode(keys.roll(number, 1), dtype, pool, "key"), encode(errors, dtype, pool, "error")
         step.blocks.append(Block(0, 0, 0, first, batch, 1, *stored, may_repeat=False))
         for parameter in range(2):
             gradient = errors.sum(0) if parameter else None

@@ -134,7 +134,9 @@ def test_reading_while_it_is_being_written(tmp_path):
 
 
 def run_reader(path):
-    code = f"import dualform; d = dualform.open({str(path)!r}); assert d.rows.height == 9 * d.end_step; print(d.end_step)"
+    code = (
+        f"import dualform; d = dualform.open({str(path)!r}); assert d.rows.height == 9 * d.end_step; print(d.end_step)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return int(out.stdout)
 

@@ -70,7 +70,7 @@ def test_what_is_not_finite_stays_so_and_harms_no_other(dtype):
 def test_known_norms_change_nothing():
     vectors = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
     plain = encode(vectors, "float16")
-    told = encode(vectors, "float16", None, torch.linalg.vector_norm(vectors, dim=1).numpy())
+    told = encode(vectors, "float16", norms=torch.linalg.vector_norm(vectors, dim=1).numpy())
     assert torch.equal(plain.data, told.data)
     assert torch.equal(plain.exponents, told.exponents)
 
@@ -80,18 +80,36 @@ def test_the_size_counts_the_exponents():
     assert encode(torch.zeros(3, 4), "float32").nbytes == 3 * 4 * 4
 
 
-def test_a_pool_gives_back_what_it_was_given():
-    pool = Pool()
-    tensor = pool.take(torch.Size([3, 4]), torch.float32)
-    pool.give(tensor)
-    assert pool.take(torch.Size([3, 4]), torch.float32) is tensor
-    assert pool.take(torch.Size([3, 4]), torch.float32) is not tensor
+def test_a_pool_gives_memory_again_once_all_of_it_is_back():
+    pool = Pool(slab_bytes=64)  # two vectors of 8 floats
+    one, two, three = (encode(torch.randn(1, 8), "float32", pool, "x") for _ in range(3))
+    assert one.slab is two.slab
+    assert one.data.data_ptr() + one.data.nbytes == two.data.data_ptr()
+    assert three.slab is not one.slab
+    pool.give(one)
+    assert encode(torch.randn(2, 8), "float32", pool, "y").slab is not one.slab
+    pool.give(two)
+    assert encode(torch.randn(2, 8), "float32", pool, "z").slab is one.slab
+
+
+def test_a_pool_never_gives_away_memory_in_use():
+    pool = Pool(slab_bytes=256)
+    held, kept = [], []
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        vectors = torch.randn(number % 5, 8, generator=generator)
+        held.append(encode(vectors, "float32", pool, "xy"[number % 2]))
+        kept.append(vectors)
+        if number % 3 == 2:
+            for _ in range(2):
+                pool.give(held.pop(0))
+                kept.pop(0)
+    for one, vectors in zip(held, kept, strict=True):
+        assert torch.equal(one.data, vectors)
 
 
 def test_a_pool_keeps_no_more_than_it_may():
-    pool = Pool(most_bytes=100)
-    large, small = torch.zeros(100), torch.zeros(20)
-    pool.give(large)
-    pool.give(small)
-    assert pool.take(large.shape, large.dtype) is not large
-    assert pool.take(small.shape, small.dtype) is small
+    pool = Pool(most_bytes=0, slab_bytes=32)
+    one, _ = encode(torch.randn(1, 8), "float32", pool), encode(torch.randn(1, 8), "float32", pool)
+    pool.give(one)
+    assert encode(torch.randn(1, 8), "float32", pool).slab is not one.slab

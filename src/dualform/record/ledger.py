@@ -199,8 +199,10 @@ class LayerLedger:
                 visit.batch,
                 layout.rows,
                 layout.positions,
-                encode(keys, store_as.dtype, store_as.pool),
-                encode(errors, store_as.dtype, store_as.pool, norms) if store_as.keep != "keys" else None,
+                encode(keys, store_as.dtype, store_as.pool, f"{self.layer.name}.key"),
+                encode(errors, store_as.dtype, store_as.pool, f"{self.layer.name}.error", norms)
+                if store_as.keep != "keys"
+                else None,
                 not visit.key.requires_grad,
             )
         )

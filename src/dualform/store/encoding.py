@@ -26,6 +26,8 @@ class Encoded:
 
     data: Tensor
     exponents: Tensor | None
+    slab: Slab | None = None
+    """The memory that `data` is a part of, if it goes back to a pool."""
 
     @property
     def nbytes(self) -> int:
@@ -38,46 +40,83 @@ class Encoded:
         return Encoded(self.data[which], None if self.exponents is None else self.exponents[which])
 
 
-class Pool:
-    """Memory that goes round between recorder and writer: fresh pages cost more than the copy into them."""
+@dataclass(eq=False)
+class Slab:
+    """A stretch of memory that is filled step by step; goes round once all its parts have been given back."""
 
-    def __init__(self, most_bytes: int = 256 << 20):
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._most, self._bytes = most_bytes, 0
+    memory: Tensor
+    used: int = 0
+    out: int = 0
+
+
+class Pool:
+    """Memory that goes round between recorder and writer: fresh pages cost more than the copy into them.
+
+    What is taken under one name follows each other in memory, so that the writer finds whole stretches, not pieces.
+    """
+
+    def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Slab]] = defaultdict(list)
+        self._filling: dict[str, Slab] = {}
+        self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor with any content."""
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab]:
+        """Room for vectors (n, d), with any content."""
         with self._lock:
-            free = self._free[shape, dtype]
-            if free:
-                tensor = free.pop()
-                self._bytes -= tensor.nbytes
-                return tensor
-        return torch.empty(shape, dtype=dtype)
+            slab = self._filling.get(name)
+            if slab is None or slab.used + shape[0] > len(slab.memory) or slab.memory.dtype != dtype:
+                if slab is not None and not slab.out:
+                    self._keep(slab)
+                slab = self._filling[name] = self._slab(shape, dtype)
+            slab.used, slab.out = slab.used + shape[0], slab.out + 1
+            return slab.memory[slab.used - shape[0] : slab.used], slab
 
-    def give(self, tensor: Tensor) -> None:
-        """Take back a tensor that nobody looks at any more."""
+    def give(self, vectors: Encoded) -> None:
+        """Take back vectors that nobody looks at any more."""
         with self._lock:
-            if self._bytes + tensor.nbytes <= self._most:
-                self._free[tensor.shape, tensor.dtype].append(tensor)
-                self._bytes += tensor.nbytes
+            slab = vectors.slab
+            if slab is not None:
+                slab.out -= 1
+                if not slab.out and slab not in self._filling.values():
+                    self._keep(slab)
+
+    def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Slab:
+        rows = max(shape[0], self._slab_bytes // max(1, shape[1] * dtype.itemsize))
+        free = self._free[torch.Size([rows, shape[1]]), dtype]
+        if free:
+            slab = free.pop()
+            self._bytes -= slab.memory.nbytes
+            return slab
+        return Slab(torch.empty(rows, shape[1], dtype=dtype))
+
+    def _keep(self, slab: Slab) -> None:
+        if self._bytes + slab.memory.nbytes <= self._most:
+            slab.used = 0
+            self._free[slab.memory.shape, slab.memory.dtype].append(slab)
+            self._bytes += slab.memory.nbytes
 
 
 Norms = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Norms | None = None) -> Encoded:
+def encode(
+    vectors: Tensor, dtype: str, pool: Pool | None = None, name: str = "", norms: Norms | None = None
+) -> Encoded:
     """Copy vectors (n, d) into their stored form; the copy shares no memory with the original.
 
-    norms: the vectors' Euclidean norms (n,), if they are known already.
+    pool, name: where the memory comes from. norms: the vectors' Euclidean norms (n,), if they are known already.
     """
     vectors = vectors.detach().cpu()
-    data = (pool or Pool(0)).take(vectors.shape, TORCH[dtype])
+    data, slab = (
+        pool.take(name, vectors.shape, TORCH[dtype])
+        if pool
+        else (vectors.new_empty(vectors.shape, dtype=TORCH[dtype]), None)
+    )
     if dtype != "float16":
-        return Encoded(data.copy_(vectors), None)
+        return Encoded(data.copy_(vectors), None, slab)
     if not vectors.numel():
-        return Encoded(data, torch.zeros(len(vectors), dtype=torch.int16))
+        return Encoded(data, torch.zeros(len(vectors), dtype=torch.int16), slab)
     if vectors.dtype not in (torch.float32, torch.float64):
         vectors = vectors.float()
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
@@ -89,7 +128,7 @@ def encode(vectors: Tensor, dtype: str, pool: Pool | None = None, norms: Norms |
     exponents = (bounds.astype(np.float32, copy=False).view(np.int32) >> 23) - (126 + TOP)
     scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
     torch.mul(vectors, scale.unsqueeze(1), out=data)
-    return Encoded(data, torch.from_numpy(exponents.astype(np.int16)))
+    return Encoded(data, torch.from_numpy(exponents.astype(np.int16)), slab)
 
 
 def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:

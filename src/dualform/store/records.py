@@ -40,9 +40,9 @@ class Block:
 
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
-        pool.give(self.keys.data)
+        pool.give(self.keys)
         if self.errors is not None:
-            pool.give(self.errors.data)
+            pool.give(self.errors)
 
 
 @dataclass(frozen=True)

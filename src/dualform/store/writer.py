@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dualform.errors import StoreExistsError, WriterError
 from dualform.store import tables
-from dualform.store.encoding import Encoded, Pool
+from dualform.store.encoding import Encoded, Pool, Slab
 from dualform.store.equal import EqualKeys
 from dualform.store.format import (
     BLOCK_FIELDS,
@@ -108,12 +108,14 @@ class Writer:
         self._lock_file = _lock(folder)
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
-        self._inbox: queue.SimpleQueue[Step | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | threading.Event | str | None] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[
+            list[Step] | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | threading.Event | str | None
+        ] = queue.SimpleQueue()
         self._held = 0
         self._room = threading.Condition()
         self._failure: BaseException | None = None
+        self._waiting: list[Step] = []
+        self._waiting_bytes, self._turn_bytes = 0, min(chunk_bytes, queue_bytes) // 4
         self._steps: list[Step] = []
         self._steps_bytes = 0
         self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
@@ -128,16 +130,27 @@ class Writer:
         """Hand over a step; waits while more than queue_bytes are on their way to the disk."""
         self._columns = tuple(columns)
         self._hold(step.nbytes)
-        self._inbox.put(step)
+        self._waiting.append(step)
+        self._waiting_bytes += step.nbytes
+        if self._waiting_bytes >= self._turn_bytes:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Wake the background thread: not for every step, for each turn of it holds up the training."""
+        if self._waiting:
+            self._inbox.put(self._waiting)
+            self._waiting, self._waiting_bytes = [], 0
 
     def snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Hand over all weights and optimizer state after `step` updates; the tensors must be copies."""
         self._hold(sum(t.nbytes for t in tensors.values()))
+        self._pass_on()
         self._inbox.put((step, tensors))
 
     def totals(self, totals: NewTotals) -> None:
         """Hand over all totals; they replace those before."""
         self._hold(totals.nbytes)
+        self._pass_on()
         self._inbox.put(totals)
 
     def columns(self, columns: Sequence[Column]) -> None:
@@ -147,6 +160,7 @@ class Writer:
     def wait(self) -> None:
         """Seal what there is, and wait until all that was handed over is on the disk."""
         done = threading.Event()
+        self._pass_on()
         self._inbox.put(done)
         while not done.wait(0.2):
             self.check()
@@ -154,6 +168,7 @@ class Writer:
 
     def add_layer(self, layer: Layer, parameters: Sequence[Parameter]) -> None:
         """From the next step on there is one more layer."""
+        self._pass_on()
         self._inbox.put(NewLayer(layer, tuple(parameters)))
 
     @property
@@ -172,6 +187,7 @@ class Writer:
         self._left_out = dict(left_out)
         if not self._thread.is_alive() and self._lock_file is None:
             return
+        self._pass_on()
         self._inbox.put(ended)
         self._thread.join()
         self.abandon()
@@ -188,6 +204,7 @@ class Writer:
     def _hold(self, nbytes: int) -> None:
         with self._room:
             while self._failure is None and self._held and self._held + nbytes > self._queue_bytes:
+                self._pass_on()
                 self._inbox.put(None)  # seal what there is: there may be less than a chunk
                 self._room.wait()
             self._held += nbytes
@@ -205,9 +222,9 @@ class Writer:
                 if isinstance(item, str):
                     self._seal(ended=item)
                     return
-                if isinstance(item, Step):
-                    self._steps.append(item)
-                    self._steps_bytes += item.nbytes
+                if isinstance(item, list):
+                    self._steps.extend(item)
+                    self._steps_bytes += sum(step.nbytes for step in item)
                     late = time.monotonic() - self._sealed_at > self._seal_seconds
                     if self._steps_bytes >= self._chunk_bytes or late:
                         self._seal()
@@ -301,6 +318,19 @@ class Writer:
         self.manifest = manifest
 
 
+def _joined(vectors: Sequence[Encoded]) -> list[Array]:
+    """The stored vectors, those that follow each other in memory as one: fewer calls for the writer's thread."""
+    stretches: list[tuple[Slab | None, Tensor]] = []
+    for one in vectors:
+        slab, data = stretches[-1] if stretches else (None, one.data)
+        if slab is not None and slab is one.slab and data.data_ptr() + data.nbytes == one.data.data_ptr():
+            first = data.storage_offset() // data.shape[1]
+            stretches[-1] = (slab, slab.memory[first : first + len(data) + len(one.data)])
+        else:
+            stretches.append((one.slab, one.data))
+    return [data.numpy() for _, data in stretches]
+
+
 def publish(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest, once everything that it names is on the disk."""
     _flush_folder(folder)
@@ -386,9 +416,10 @@ def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Se
 def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:
     if not vectors:
         return {}
-    tensors: dict[str, Sequence[Array]] = {f"{name}s": [v.data.numpy() for v in vectors]}
+    tensors: dict[str, Sequence[Array]] = {f"{name}s": _joined(vectors)}
     if vectors[0].exponents is not None:
-        tensors[f"{name}_exponents"] = [v.exponents.numpy() for v in vectors if v.exponents is not None]
+        exponents = [v.exponents.numpy() for v in vectors if v.exponents is not None]
+        tensors[f"{name}_exponents"] = [np.concatenate(exponents)]
     return tensors
 
 
