@@ -44,7 +44,7 @@ def child(folder: Path, seed: int) -> None:
         state = dual.store.snapshot(dual.store.snapshot_steps()[-1])
         model.load_state_dict({n.removeprefix("model."): state[n] for n in state if n.startswith("model.")})
     at: bool | int = dualform.open(folder).store.snapshot_steps()[-1] if resume else False
-    recorder = dualform.record(model, optimizer, folder, resume=at if resume else False, chunk_bytes=20_000)
+    recorder = dualform.record(model, optimizer, folder, resume=at, chunk_bytes=20_000, totals=["label"])
     step = 0
     while True:
         ids = torch.randint(0, 64, (8,))

@@ -10,9 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import synthetic
-
 import dualform
+import synthetic
 from dualform.store.format import MANIFEST
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def test_totals_are_built_and_kept(tmp_path):
     assert "3 groups, group deltas. On disk, with 1 other grouping: " in again
     built = dualform.open(run).info()["totals"]
     assert built == [
-        {"by": ["label", "sample_id"], "kind": "keys", "groups": 12},
-        {"by": ["label"], "kind": "deltas", "groups": 3},
+        {"by": ["label", "sample_id"], "kind": "keys", "groups": 12, "step": 6},
+        {"by": ["label"], "kind": "deltas", "groups": 3, "step": 6},
     ]
 
 

@@ -204,3 +204,41 @@ def test_what_totals_cannot_answer(tmp_path):
 def train_slots(path):
     train(path, network())
     return path
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        pl.col("label") > pl.col("label").mean(),
+        pl.col("label").is_first_distinct(),
+        pl.len().over("label") > 12,
+        pl.col("label").is_in([0, 2]),
+    ],
+)
+def test_conditions_that_compare_rows_are_answered_from_rows(tmp_path, keep):
+    model = network()
+    train(tmp_path, model, totals=["label"])
+    dual = dualform.open(tmp_path, model)
+    found = [p.detach().clone() for p in dual.masked(keep=keep).parameters()]
+    plain = network()
+    train(tmp_path / "plain", plain)
+    expected = dualform.open(tmp_path / "plain", plain).masked(keep=keep).parameters()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one.detach(), other, rtol=0, atol=1e-12)
+
+
+def test_marks_are_kept_with_totals_alone(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"keep": "totals", "totals": ["label"], "on_unexplained": "mark"}
+    with dualform.record(model, optimizer, tmp_path, **settings) as recorder:
+        for step in range(4):
+            recorder.batch(label=[0, 1, 2])
+            optimizer.zero_grad()
+            model(torch.arange(15.0, dtype=torch.float64).reshape(3, FEATURES).sin()).square().sum().backward()
+            if step == 2:
+                model[2].weight.grad.clamp_(-0.01, 0.01)
+            optimizer.step()
+    assert dualform.open(tmp_path).info()["inexact"]["2"]["step"] == 2
+    with pytest.warns(dualform.errors.InexactWarning):
+        dualform.open(tmp_path, model).masked(drop="label = 1")

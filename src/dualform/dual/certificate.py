@@ -129,9 +129,11 @@ def _dual(store: Store, layer: Layer, end: int) -> dict[str, Tensor]:
         return rebuilt(store, layer, begin=0, end=end)
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:
+        moment = store.manifest.totals.step if store.manifest.totals else 0
         raise NotRecordedError(
-            f"{store.folder} keeps sums of keys only, so there is nothing to verify. Record with totals that have deltas, or "
-            f'with keep="slots".'
+            f"{store.folder} keeps totals only, as they were after step {moment}"
+            + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
+            + ' Record with keep="slots", or with totals that have deltas.'
         )
     return {name: view.rebuilt(name) for name in (layer.weight, layer.bias) if name is not None}
 
@@ -153,7 +155,8 @@ def _line(
     movement = float((reached - first).norm())
     distance = math.nan if primal is None else float((dual - primal).norm())
     unit = torch.finfo(getattr(torch, described.dtype)).eps / 2
-    floor = unit * math.sqrt(mine.height) * float(reached.norm())
+    updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
+    floor = unit * math.sqrt(updates) * float(reached.norm())
     gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
     tolerance = max(TOLERANCE.get(described.dtype, TOLERANCE["float16"]), TOLERANCE[store.manifest.dtype])
     verdict, reason = _judge(gap, distance, floor, tolerance, movement)
@@ -168,7 +171,7 @@ def _line(
     return {
         "parameter": name,
         "layer": layer.name,
-        "updates": mine.height,
+        "updates": updates,
         "gap": gap,
         "distance": distance,
         "floor": floor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, coefficients
 from dualform.dual.weights import compute_dtype, initial_part, pieces, rebuilt_bias, values
+from dualform.errors import NotRecordedError
 from dualform.store.reader import Store
 
 
@@ -16,6 +17,8 @@ class DualLayer:
     """S₂ of corollary 1: x ↦ W_0 x + Attention(X, E, x), with W_0 the initial part. Made by `dual.layer(name)`."""
 
     def __init__(self, store: Store, name: str, end: int):
+        if store.manifest.keep == "totals":
+            raise NotRecordedError(f'{store.folder} keeps totals only, no keys and values. Record with keep="slots".')
         self._store, self._end = store, end
         _, self._layer = store.layer(name)
         self.name = name

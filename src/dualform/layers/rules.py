@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -50,6 +51,8 @@ def refusal(module: nn.Module) -> str | None:
         return "its weight is no parameter (old-style weight normalisation, or a lazy layer not yet run)"
     if nn.parameter.is_lazy(weight):
         return "its weight is not initialised yet (a lazy layer): run the model once before record()"
+    if weight.dtype not in (torch.float32, torch.float64):
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float32 and float64 can be recorded"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without ever calling it"
     for kind in RULES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,36 @@ def condition_columns(where: pl.Expr | str, store: Store, name: str) -> set[str]
 def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools | None:
     """A condition on the columns of groups, for each group; None if it compares rows with each other.
 
-    A mean over rows is no mean over groups; such a condition is known by its answers for the groups one by one.
+    A mean over rows is no mean over groups, so only expressions that are known to look at one row are taken.
     """
     condition = read_condition(where, name)
-    whole = _evaluate(condition, groups, name)
-    size = max(1, -(-groups.height // 256))
-    apart = [_evaluate(condition, groups[low : low + size], name) for low in range(0, groups.height, size)]
-    return whole if np.array_equal(whole, np.concatenate([np.zeros(0, dtype=np.bool_), *apart])) else None
+    one_row = _looks_at_one_row(json.loads(condition.meta.serialize(format="json")))
+    return _evaluate(condition, groups, name) if one_row else None
+
+
+ONE_ROW = {
+    "Not", "IsIn", "IsBetween", "IsNull", "IsNotNull", "IsNan", "IsNotNan", "IsFinite", "IsInfinite",
+    "StartsWith", "EndsWith", "Contains", "Abs", "FillNull",
+}  # fmt: skip
+"""Functions, as Polars names them, whose answer for a row depends on that row alone."""
+
+
+def _looks_at_one_row(node: Any) -> bool:
+    """Whether an expression, as Polars writes it down, compares no rows with each other."""
+    if not isinstance(node, dict) or len(node) != 1:
+        return False
+    [(kind, body)] = node.items()
+    if kind in ("Column", "Literal"):
+        return True
+    if kind == "BinaryExpr":
+        return _looks_at_one_row(body["left"]) and _looks_at_one_row(body["right"])
+    if kind == "Ternary":
+        return all(_looks_at_one_row(body[part]) for part in ("predicate", "truthy", "falsy"))
+    if kind == "Function":
+        names = list(body["function"].values()) if isinstance(body["function"], dict) else [body["function"]]
+        known = all((name if isinstance(name, str) else next(iter(name), "")) in ONE_ROW for name in names)
+        return known and all(_looks_at_one_row(part) for part in body["input"])
+    return False
 
 
 def _columns_used(where: pl.Expr, store: Store, name: str) -> set[str]:

@@ -110,7 +110,12 @@ class Dual:
             "chunks": len(manifest.chunks),
             "snapshots": self.store.snapshot_steps(),
             "totals": [
-                {"by": list(g.columns), "kind": g.kind, "groups": self.store.groups(n).height}
+                {
+                    "by": list(g.columns),
+                    "kind": g.kind,
+                    "groups": self.store.groups(n).height,
+                    "step": manifest.totals.step if manifest.totals else 0,
+                }
                 for n, g in enumerate(manifest.totals.groupings if manifest.totals else ())
             ],
             "columns": {c.name: f"{c.type} per {c.per}" for c in manifest.columns},
@@ -301,10 +306,10 @@ class Dual:
         weights = {name.removeprefix("model."): snapshot[name] for name in snapshot if name.startswith("model.")}
         if nearest == step:
             return weights
-        self._needs_slots("a network between snapshots")
-        if self.store.manifest.keep == "totals":
+        if self.store.manifest.keep != "slots":
             raise NotRecordedError(
-                f"{self.store.folder} keeps totals only: the network is known after {self.store.snapshot_steps()} steps."
+                f"{self.store.folder} keeps {self.store.manifest.keep} only: the network is known after "
+                f'{self.store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         others = set(weights) - {p.name for p in self.store.manifest.parameters}
         if others:

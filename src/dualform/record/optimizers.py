@@ -1,4 +1,4 @@
-"""What is read from an optimizer at each step. Its mathematics is in dual/recursions.py, under the same name.
+"""What is read from an optimizer at each step. Its mathematics is in recursions.py, under the same name.
 
 A new optimizer is one function and one line in OPTIMIZERS here, and one recursion there.
 """

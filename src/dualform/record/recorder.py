@@ -113,6 +113,9 @@ def record(
     else:
         before = resuming.manifest(folder, None if resume is True else resume)
         seed = int(before.settings["seed"])
+    if before is not None:  # layers that entered during training come last in the store
+        order = {layer.name: number for number, layer in enumerate(before.layers)}
+        chosen.sort(key=lambda layer: order.get(layer.name, len(order)))
     ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes)), batch_axis=dict(batch_axis or {}), seed=seed)
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
     layers_entered, parameters = _enter(ledger, books, chosen)
@@ -244,9 +247,12 @@ class Recorder:
         Gives the number of steps: `resume=` takes it.
         """
         if self._alive():
-            self._finish_step(snapshot=True)
-            self._writer.wait()
+            self._guarded(self._seal_now)
         return self._next_step
+
+    def _seal_now(self) -> None:
+        self._finish_step(snapshot=True)
+        self._writer.wait()
 
     def close(self) -> None:
         """Seal everything and leave model and optimizers as they were. Called by leaving the `with` block."""
@@ -312,8 +318,12 @@ class Recorder:
             if self._writer.failed and self._on_write_error == "stop":
                 return False
             raise RecordingError(f"the recorder of {self.path} is closed. Record into a new folder.")
+        return self._guarded(self._writer.check)
+
+    def _guarded(self, work: Callable[[], object]) -> bool:
+        """Do what may fail in the writer; False if it did and the training is to go on without us."""
         try:
-            self._writer.check()
+            work()
         except WriterError as error:
             self._detach()
             self._writer.abandon()
@@ -334,12 +344,13 @@ class Recorder:
                 return None
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
             if closure is None:
-                self._update(number)
+                self._guarded(lambda: self._update(number))
                 return None
 
             def recorded() -> Any:
                 loss = closure()
-                self._update(number)
+                if not self._closed:
+                    self._guarded(lambda: self._update(number))
                 return loss
 
             if "closure" in kwargs:
@@ -351,6 +362,8 @@ class Recorder:
     def _after_step(self, number: int) -> Callable[..., None]:
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._updating = False
+            if self._closed:
+                return
             with np.errstate(all="ignore"):
                 self._books.remember([number], self._open)
 
@@ -404,12 +417,11 @@ class Recorder:
             return
         self._totals.fold()
         for step in self._stretch:
-            if self._writer.manifest.keep != "totals":
-                self._writer.put(step, self._columns or ())
-            else:
-                self._writer.columns(self._columns or ())
+            if self._writer.manifest.keep == "totals":
                 for block in step.blocks:
                     block.give_back(self._ledger.store_as.pool)
+                step.drop_slots()
+            self._writer.put(step, self._columns or ())
         self._stretch, self._stretch_bytes = [], 0
 
     def _seal(self) -> None:
@@ -420,8 +432,9 @@ class Recorder:
             self._fold()
             sealed = self._totals.sealed(self._next_step, self._books.next_row, self._columns or ())
             self._snapshot_bytes += sealed.nbytes
-            self._writer.totals(sealed)
-        self._writer.snapshot(self._next_step, weights)
+            self._writer.totals(sealed, weights)
+        else:
+            self._writer.snapshot(self._next_step, weights)
         self._since_snapshot = 0
 
     # Layers whose parameters are added to an optimizer during training

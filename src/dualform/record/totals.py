@@ -15,10 +15,10 @@ from dualform.store.format import Column, Grouping, Layer, Manifest
 from dualform.store.reader import Store
 from dualform.store.tables import schema
 from dualform.store.writer import NewTotals
+from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated, Slots, Updates
 from dualform.totals.groups import Numbering
 
-KINDS = ("keys", "deltas", "both")
 Wanted = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
 
 

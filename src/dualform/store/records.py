@@ -74,6 +74,11 @@ class Step:
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 
+    def drop_slots(self) -> None:
+        """Keep nothing that grows with the number of steps: the slots are in the totals."""
+        self.rows, self.blocks, self.updates, self.log = [], [], [], {}
+        self.__dict__.pop("nbytes", None)
+
     @cached_property
     def nbytes(self) -> int:
         """How much memory it holds, roughly; to be asked once it is finished."""

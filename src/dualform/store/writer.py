@@ -109,7 +109,7 @@ class Writer:
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
         self._inbox: queue.SimpleQueue[
-            list[Step] | tuple[int, dict[str, Tensor]] | NewLayer | NewTotals | threading.Event | str | None
+            list[Step] | tuple[int | NewTotals, dict[str, Tensor]] | NewLayer | threading.Event | str | None
         ] = queue.SimpleQueue()
         self._held = 0
         self._room = threading.Condition()
@@ -121,8 +121,7 @@ class Writer:
         self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
         self._sealed_at = time.monotonic()
         # There is never a manifest without the weights it began with
-        self._write_snapshot(manifest.end_step, weights)
-        self._publish(self.manifest)
+        self._publish(self._with_snapshot(manifest.end_step, weights))
         self._thread = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
         self._thread.start()
 
@@ -147,15 +146,11 @@ class Writer:
         self._pass_on()
         self._inbox.put((step, tensors))
 
-    def totals(self, totals: NewTotals) -> None:
-        """Hand over all totals; they replace those before."""
+    def totals(self, totals: NewTotals, weights: dict[str, Tensor]) -> None:
+        """Hand over all totals, which replace those before, with a snapshot of the same moment."""
         self._hold(totals.nbytes)
         self._pass_on()
-        self._inbox.put(totals)
-
-    def columns(self, columns: Sequence[Column]) -> None:
-        """What the columns of rows are, where no step is handed over."""
-        self._columns = tuple(columns)
+        self._inbox.put((totals, weights))
 
     def wait(self) -> None:
         """Seal what there is, and wait until all that was handed over is on the disk."""
@@ -233,10 +228,6 @@ class Writer:
                 elif isinstance(item, threading.Event):
                     self._seal()
                     item.set()
-                elif isinstance(item, NewTotals):
-                    self._seal()
-                    self._publish(write_totals(self.folder, replace(self.manifest, columns=self._columns), item))
-                    self._release(item.nbytes)
                 elif isinstance(item, NewLayer):
                     self._seal()
                     layers, parameters = self.manifest.layers, self.manifest.parameters
@@ -249,9 +240,16 @@ class Writer:
                         left_out=left_out,
                     )
                 else:
+                    moment, weights = item
                     self._seal()
-                    self._write_snapshot(*item)
-                    self._release(sum(t.nbytes for t in item[1].values()))
+                    if isinstance(moment, NewTotals):
+                        manifest = self._with_snapshot(moment.step, weights)
+                        self._publish(write_totals(self.folder, replace(manifest, columns=self._columns), moment))
+                        self._release(moment.nbytes)
+                    else:
+                        self._publish(self._with_snapshot(moment, weights))
+                        self._release(sum(t.nbytes for t in weights.values()))
+                    self._remove_old_snapshots()
         except BaseException as failure:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder / f".{chunk_name(len(self.manifest.chunks))}", ignore_errors=True)
@@ -266,7 +264,7 @@ class Writer:
         inexact = {**marks, **self.manifest.inexact}
         left_out = {**self.manifest.left_out, **self._left_out}
         manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact, left_out=left_out)
-        if self._steps:
+        if self._steps and manifest.keep != "totals":
             chunk = self._write_chunk(len(manifest.chunks), self._columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
         self._publish(manifest)
@@ -298,20 +296,23 @@ class Writer:
         first_row, self._next_row = self._next_row, self._next_row + rows.height
         return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, keys, files)
 
-    def _write_snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def _with_snapshot(self, step: int, tensors: dict[str, Tensor]) -> Manifest:
+        """Write a snapshot; gives the manifest that names it."""
         if any(snapshot.step == step for snapshot in self.manifest.snapshots):
-            return  # the same weights; a named file is never written again
+            return self.manifest  # the same weights; a named file is never written again
         name = snapshot_name(step)
         file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()})
         (self.folder / f".{name}").replace(self.folder / name)
         kept = self.manifest.snapshots
         if self.manifest.keep == "totals":  # disk does not grow with the number of steps
-            kept, gone = tuple(s for s in kept if s.step == 0), [s for s in kept if s.step != 0]
-        else:
-            gone = []
-        self._publish(replace(self.manifest, snapshots=(*kept, Snapshot(step, file))))
-        for snapshot in gone:
-            (self.folder / snapshot_name(snapshot.step)).unlink(missing_ok=True)
+            kept = tuple(s for s in kept if s.step == 0)
+        return replace(self.manifest, snapshots=(*kept, Snapshot(step, file)))
+
+    def _remove_old_snapshots(self) -> None:
+        named = {snapshot_name(snapshot.step) for snapshot in self.manifest.snapshots}
+        for path in self.folder.glob("snapshot-*.safetensors"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
     def _publish(self, manifest: Manifest) -> None:
         publish(self.folder, manifest)

@@ -18,6 +18,7 @@ from dualform.store.writer import NewTotals, locked, write_totals
 from dualform.totals.fold import Accumulated, Slots, Updates
 from dualform.totals.groups import Numbering
 
+KINDS = ("keys", "deltas", "both")
 FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
 """The columns of the updates that are no settings."""
 
@@ -41,10 +42,14 @@ def build_totals(
         columns = (by,) if isinstance(by, str) else tuple(by)
         known = [c.name for c in store.manifest.columns]
         unknown = [name for name in columns if name not in known]
-        if unknown or not columns:
+        if unknown or not columns or len(set(columns)) < len(columns):
             raise QuestionError(
-                f"by: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known) or 'none'}."
+                f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known) or 'none'}."
+                if unknown
+                else f"by={by!r}: expected one or several columns, each once. Columns: {', '.join(known) or 'none'}."
             )
+        if kind not in KINDS:
+            raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}.")
         kind = "keys" if store.manifest.keep == "keys" else kind
         old = store.manifest.totals
         others = [g for g in old.groupings if g.columns != columns] if old and old.step == store.end_step else []
