@@ -18,7 +18,8 @@ if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000_000
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
-        synthetic.write(folder, slots=count, d_in=16, d_out=4, dtype="float16", batch=4096)
+        # Narrow vectors in small chunks: about as many chunks as 10 million slots of width 800 make in chunks of 64 MB
+        synthetic.write(folder, slots=count, d_in=16, d_out=4, dtype="float16", batch=4096, chunk_bytes=1 << 20)
         times = []
         for _ in range(5):
             began = time.perf_counter()

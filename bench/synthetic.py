@@ -13,7 +13,16 @@ from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer
 
 
-def write(folder: Path, *, slots: int, d_in: int, d_out: int, dtype: str = "float32", batch: int = 1024) -> None:
+def write(
+    folder: Path,
+    *,
+    slots: int,
+    d_in: int,
+    d_out: int,
+    dtype: str = "float32",
+    batch: int = 1024,
+    chunk_bytes: int = 64 << 20,
+) -> None:
     """One layer, "map"; plain SGD; rows with a sample_id and a label."""
     names = {"map.weight": (d_out, d_in), "map.bias": (d_out,)}
     manifest = Manifest(
@@ -30,7 +39,7 @@ def write(folder: Path, *, slots: int, d_in: int, d_out: int, dtype: str = "floa
     columns = (Column("sample_id", "Int64", "row"), Column("label", "Int64", "row"))
     weights = {f"model.{name}": torch.zeros(shape) for name, shape in names.items()}
     pool = Pool()
-    writer = Writer(folder, manifest, pool, weights)
+    writer = Writer(folder, manifest, pool, weights, chunk_bytes=chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     keys, errors = torch.randn(batch, d_in, generator=generator), torch.randn(batch, d_out, generator=generator)
     settings = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh"), 0.0)

@@ -6,6 +6,7 @@ No name in a manifest is ever used as a path: folders and files are named by num
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -226,10 +227,13 @@ def _build(kind: type[T], data: Any) -> T:
     return value
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _value(kind: Any, data: Any, where: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         if not isinstance(data, dict) or not set(data) <= set(hints):
             raise ValueError(f"{where} is not as expected")
         return kind(**{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})  # type: ignore[operator]
