@@ -233,7 +233,7 @@ _hints = functools.cache(typing.get_type_hints)
 def _value(kind: Any, data: Any, where: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]
         if not isinstance(data, dict) or not set(data) <= set(hints):
             raise ValueError(f"{where} is not as expected")
         return kind(**{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})  # type: ignore[operator]
