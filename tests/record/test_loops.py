@@ -364,6 +364,23 @@ def test_weights_moved_by_hand_are_an_error_that_names_them(path):
                 optimizer.step()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 10, 17])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_edit_of_a_whole_weight_through_data_never_passes(path, rows, at):
+    """Whichever part of the weight has its turn."""
+    model = network(4, rows)
+    optimizer = sgd(model)
+    with pytest.raises(UnexplainedError, match=rf"step {at}: '0.weight' was changed"):
+        with dualform.record(model, optimizer, path) as recorder:
+            for number, (ids, x, _) in enumerate(batches(10)):
+                recorder.batch(sample_id=ids)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                if number == at:
+                    model[0].weight.data.mul_(0.99)
+                optimizer.step()
+
+
 def test_weights_swapped_and_put_back_are_no_error(path):
     """An average of weights, swapped in for evaluation."""
     model = network(4, 8, 2)

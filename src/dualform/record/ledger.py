@@ -85,7 +85,9 @@ class Watched:
 
     def __init__(self, ledger: LayerLedger, name: str, parameter: Tensor):
         self._ledger, self._name, self._turn = ledger, name, 0
-        self._part = -(-parameter.shape[0] // PARTS)
+        self._part = max(1, -(-parameter.shape[0] // PARTS))
+        # A weight of few rows has fewer parts: none of them may be empty
+        self._turns = PARTS if name == "bias" else max(1, -(-parameter.shape[0] // self._part))
         self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(parameter.shape[-1])
         self.remember(parameter)
 
@@ -108,7 +110,7 @@ class Watched:
         """Whether it is no longer what it was."""
         known, part = self._seen, parameter.detach()
         if self._mark == (parameter._version, parameter.data_ptr()):
-            self._turn = (self._turn + 1) % PARTS
+            self._turn = (self._turn + 1) % self._turns
             if self._name == "bias":
                 if self._turn:
                     return False
