@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dualform.layers.streams import Use
 from dualform.store.encoding import Pool, encode
 from dualform.store.format import VERSION, Column, Layer, Manifest, Parameter
 from dualform.store.records import Block, Rows, Step, Update
@@ -30,7 +31,7 @@ def write(
         created_by="bench/synthetic.py",
         keep="slots",
         dtype=dtype,
-        layers=(Layer("map", "linear", d_in, d_out, *names),),
+        layers=(Layer("map", "linear", d_in, d_out, (Use("map.weight", "weight"), Use("map.bias", "bias"))),),
         parameters=tuple(Parameter(name, shape, "float32") for name, shape in names.items()),
         left_out={},
         batch_axis={},

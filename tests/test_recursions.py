@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.optimizers import OPTIMIZERS
-from dualform.recursions import RECURSIONS, sgd
+from dualform.record.optimizers import OPTIMIZERS, replay_for
+from dualform.recursions import KINDS, outer, walk_back
 from reference import sgd as reference
 
 
@@ -30,7 +30,7 @@ def replayed(each, *, buffer):
     for one in each:
         fresh.append(float(empty))
         empty = empty and one["momentum"] == 0
-    return sgd({**columns, "fresh": np.array(fresh)}, len(each))
+    return walk_back("sgd", {**columns, "fresh": np.array(fresh)}, len(each))
 
 
 @given(
@@ -45,14 +45,14 @@ def test_initial_part_plus_coefficients_equal_the_plain_loop(each, buffer, seed)
     found = replayed(each, buffer=buffer)
     total = found.a * theta - found.c @ gradients
     if buffer is not None:
-        total += found.b["momentum_buffer"] * buffer
+        total += found.b * buffer
     size = abs(found.a * theta) + np.abs(found.c * gradients).sum() + abs(float(expected))
     assert total == pytest.approx(float(expected), abs=1e-13 * size)
 
 
 def test_a_buffer_that_is_empty_at_first_leaves_no_trace():
     each = [{"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "nesterov": False, "maximize": False}]
-    assert replayed(each * 3, buffer=None).b["momentum_buffer"] == 0.0
+    assert replayed(each * 3, buffer=None).b == 0.0
 
 
 def test_plain_gradient_descent_is_its_learning_rates():
@@ -90,4 +90,78 @@ def test_the_plain_loop_is_pytorch(foreach, each, seed):
 
 
 def test_what_can_be_recorded_can_be_replayed():
-    assert {replay.kind for replay in OPTIMIZERS.values()} == set(RECURSIONS)
+    assert {replay.kind for replay in OPTIMIZERS.values()} == set(KINDS)
+
+
+def elementwise_settings(draw, kind):
+    """Settings of a group of one kind, in which everything that can be switched is."""
+    common = {
+        "lr": draw(st.floats(1e-4, 0.5)),
+        "weight_decay": draw(st.sampled_from([0.0, 0.01, 0.3])),
+        "maximize": draw(st.booleans()),
+        "eps": draw(st.sampled_from([1e-8, 1e-4, 0.1])),
+        **draw(st.sampled_from([{"foreach": False}, {"foreach": True}])),
+    }
+    betas = {"betas": (draw(st.sampled_from([0.0, 0.5, 0.9])), draw(st.sampled_from([0.5, 0.99, 0.999])))}
+    more = {
+        torch.optim.SGD: {"momentum": 0.9},
+        torch.optim.Adam: {**betas, "amsgrad": draw(st.booleans())},
+        torch.optim.AdamW: {**betas, "amsgrad": draw(st.booleans())},
+        torch.optim.NAdam: {**betas, "momentum_decay": draw(st.sampled_from([0.0, 4e-3, 0.5])),
+                            "decoupled_weight_decay": draw(st.booleans())},
+        torch.optim.RAdam: {**betas, "decoupled_weight_decay": draw(st.booleans())},
+        torch.optim.Adagrad: {"lr_decay": draw(st.sampled_from([0.0, 0.1])),
+                              "initial_accumulator_value": draw(st.sampled_from([0.0, 0.5]))},
+        torch.optim.RMSprop: {"alpha": draw(st.sampled_from([0.5, 0.99])), "centered": draw(st.booleans()),
+                              "momentum": draw(st.sampled_from([0.0, 0.9]))},
+        torch.optim.Adadelta: {"rho": draw(st.sampled_from([0.5, 0.9]))},
+        torch.optim.Adamax: betas,
+    }[kind]  # fmt: skip
+    settings = {**common, **more}
+    if kind is torch.optim.SGD:
+        settings.pop("eps")
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and draw(st.booleans()):
+        settings.update(foreach=False, fused=True)
+    return settings
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_every_optimizer_is_what_its_recursion_says(kind, data):
+    """PyTorch's own update, run for real, against initial part − Σ C_s ⊙ gradient_s and against the walk forwards."""
+    settings, updates = elementwise_settings(data.draw, kind), data.draw(st.integers(1, 8))
+    early, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
+    generator = torch.Generator().manual_seed(seed)
+    parameter = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64, generator=generator))
+    optimizer = kind([parameter], **settings)
+    replay, how = replay_for(optimizer), KINDS[replay_for(optimizer).kind]
+
+    def state(name):
+        value = optimizer.state.get(parameter, {}).get(name) if name else None
+        return torch.zeros_like(parameter) if value is None else value.detach().clone()
+
+    for _ in range(early):  # recording begins in the middle of training
+        parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+        optimizer.step()
+    weight, average = parameter.detach().clone(), state(how.average)
+    first = (weight.clone(), average.clone())
+    shared = {name: state(name) for name in how.shared}
+    steps, gradients = [], []
+    for step in range(updates):
+        optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
+        gradient = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+        parameter.grad = gradient.clone()
+        numbers = replay.settings(optimizer.param_groups[0], optimizer.state.get(parameter, {}))
+        sign, decay, _ = outer(numbers)
+        steps.append(how.linear(numbers, shared, sign * gradient + decay * weight))
+        gradients.append(gradient)
+        steps[-1].apply(weight, average, gradient)
+        optimizer.step()
+    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-11, atol=1e-11)
+    for name, value in shared.items():
+        torch.testing.assert_close(value, state(name), rtol=1e-11, atol=1e-13)
+    p, q, total = torch.ones_like(weight), torch.zeros_like(weight), torch.zeros_like(weight)
+    for one, gradient in zip(reversed(steps), reversed(gradients), strict=True):
+        c, p, q = one.back(p, q)
+        total -= c * gradient
+    torch.testing.assert_close(p * first[0] + q * first[1] + total, parameter.detach(), rtol=1e-10, atol=1e-10)

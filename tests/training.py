@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
+from dualform.layers.streams import Layer, Use
 
 CLASSES = 4
 SAMPLES = 12
@@ -114,3 +115,9 @@ def assert_same_weights(model, expected, *, atol=1e-13):
         torch.testing.assert_close(
             value, expected[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def linear(name, d_in, d_out, weight, bias=None):
+    """How a store describes an nn.Linear."""
+    uses = [Use(weight, "weight")] + ([Use(bias, "bias")] if bias else [])
+    return Layer(name, "linear", d_in, d_out, tuple(uses))

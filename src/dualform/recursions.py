@@ -1,58 +1,228 @@
-"""What an optimizer makes of each gradient by the end: one recursion for each kind, walked backwards.
+"""What an optimizer makes of each gradient: one update of each kind, as a linear map.
 
-The parameter and its state are the vector of a linear recursion. If W_T = p·W + q·buffer + … at some step, then going
-back through that step gives the coefficient of its gradient and the p, q before it.
+Every optimizer here does this to a parameter W with one running average m (momentum):
+
+    g' = sign·g + decay·W;   m ← keep·m + take·g';   W ← shrink·W − direct·g' − through·m
+
+For SGD all of these are numbers, so one walk backwards over the settings gives the coefficient of every step. For the Adam
+family some of them are matrices that depend on past gradients (√v̂ and the like): given those, it is linear all the same.
+The tensors they depend on are called shared, since a mask leaves them as they were.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Settings = Mapping[str, float]
+Factor = float | Tensor
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """X_T = a·W_0 + Σ b[name]·state_0[name] − Σ_s c_s·gradient_s, where X is the parameter or one of its state tensors."""
+class Linear:
+    """One update as a linear map."""
+
+    keep: float
+    take: Factor
+    direct: Factor
+    through: Factor
+    sign: float = 1.0
+    decay: float = 0.0
+    shrink: float = 1.0
+
+    def apply(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> None:
+        """Go one step on, in place. gradient: None for the initial part, which gets none."""
+        if gradient is None:
+            pushed = weight * self.decay if self.decay else None
+        else:
+            pushed = gradient if self.sign > 0 else -gradient
+            pushed = pushed.add(weight, alpha=self.decay) if self.decay else pushed
+        _scale(average, self.keep)
+        _add(average, self.take, pushed)
+        _scale(weight, self.shrink)
+        _add(weight, self.direct, pushed, -1.0)
+        _add(weight, self.through, average, -1.0)
+
+    def back(self, p: Factor, q: Factor) -> tuple[Factor, Factor, Factor]:
+        """X = p·W + q·m after this update → the coefficient of its gradient, and p, q before it."""
+        r = q - p * self.through
+        h = r * self.take - p * self.direct
+        before = p * self.shrink + h * self.decay if self.decay else (p if self.shrink == 1.0 else p * self.shrink)
+        return h if self.sign < 0 else -h, before, r * self.keep
+
+
+def _scale(tensor: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        tensor.mul_(factor) if factor else tensor.zero_()
+
+
+def _add(tensor: Tensor, factor: Factor, other: Tensor | None, sign: float = 1.0) -> None:
+    if other is None:
+        return
+    if isinstance(factor, Tensor):
+        tensor.addcmul_(factor, other, value=sign)
+    elif factor:
+        tensor.add_(other, alpha=sign * factor)
+
+
+Update = Callable[[Settings, dict[str, Tensor], Tensor | None], tuple[float, Factor, Factor, Factor]]
+"""(settings, shared, g') → keep, take, direct, through; shared goes one step on, in place."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of optimizer."""
+
+    update: Update
+    average: str | None
+    """The name of m among the optimizer's state."""
+    shared: tuple[str, ...] = ()
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether coefficients are matrices."""
+        return bool(self.shared)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """All state tensors."""
+        return (*([self.average] if self.average else []), *self.shared)
+
+    def linear(self, settings: Settings, shared: dict[str, Tensor], pushed: Tensor | None) -> Linear:
+        """This update; `shared` goes one step on. pushed: g' = sign·gradient + decay·weight."""
+        keep, take, direct, through = self.update(settings, shared, pushed)
+        sign, decay, shrink = outer(settings)
+        return Linear(keep, take, direct, through, sign, decay, shrink)
+
+
+def outer(settings: Settings) -> tuple[float, float, float]:
+    """sign, decay and shrink: what every optimizer has."""
+    decay, decoupled = settings["weight_decay"], bool(settings.get("decoupled", 0.0))
+    sign = -1.0 if settings["maximize"] else 1.0
+    return sign, 0.0 if decoupled else decay, 1.0 - settings["lr"] * decay if decoupled else 1.0
+
+
+def _sgd(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    if s["momentum"] == 0:
+        return 1.0, 0.0, s["lr"], 0.0
+    keep, take = (0.0, 1.0) if s["fresh"] else (s["momentum"], 1 - s["dampening"])
+    return (keep, take, s["lr"], s["lr"] * s["momentum"]) if s["nesterov"] else (keep, take, 0.0, s["lr"])
+
+
+def _squares(s: Settings, shared: dict[str, Tensor], g: Tensor, name: str, rate: float) -> Tensor:
+    return shared[name].mul_(rate).addcmul_(g, g, value=1 - rate)
+
+
+def _adam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
+    if s["amsgrad"]:
+        squares = torch.maximum(shared["max_exp_avg_sq"], squares, out=shared["max_exp_avg_sq"])
+    root = math.sqrt(1 - s["beta2"] ** s["count"])
+    size = s["lr"] / (1 - s["beta1"] ** s["count"])
+    return s["beta1"], 1 - s["beta1"], 0.0, (squares.sqrt() / root).add_(s["eps"]).reciprocal_().mul_(size)
+
+
+def nadam_momentum(s: Settings, count: float) -> float:
+    """NAdam's momentum warms up."""
+    return float(s["beta1"]) * float(1.0 - 0.5 * 0.96 ** (count * s["momentum_decay"]))
+
+
+def _nadam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
+    inverse = (squares / (1 - s["beta2"] ** s["count"])).sqrt_().add_(s["eps"]).reciprocal_()
+    now, coming = (nadam_momentum(s, count) for count in (s["count"], s["count"] + 1))
+    product = s["mu_product"]
+    direct, through = s["lr"] * (1 - now) / (1 - product), s["lr"] * coming / (1 - product * coming)
+    return s["beta1"], 1 - s["beta1"], inverse * direct, inverse * through
+
+
+def _radam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
+    rest = 1 - s["beta2"] ** s["count"]
+    size = s["lr"] / (1 - s["beta1"] ** s["count"])
+    most = 2 / (1 - s["beta2"]) - 1
+    now = most - 2 * s["count"] * s["beta2"] ** s["count"] / rest
+    if now <= 5:
+        return s["beta1"], 1 - s["beta1"], 0.0, size
+    rectified = math.sqrt((now - 4) * (now - 2) * most / ((most - 4) * (most - 2) * now))
+    inverse = squares.sqrt().add_(s["eps"]).reciprocal_()
+    return s["beta1"], 1 - s["beta1"], 0.0, inverse.mul_(size * rectified * math.sqrt(rest))
+
+
+def _adagrad(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = shared["sum"].addcmul_(g, g)
+    rate = s["lr"] / (1 + (s["count"] - 1) * s["lr_decay"])
+    return 1.0, 0.0, squares.sqrt().add_(s["eps"]).reciprocal_().mul_(rate), 0.0
+
+
+def _rmsprop(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = _squares(s, shared, g, "square_avg", s["alpha"])
+    if s["centered"]:
+        mean = shared["grad_avg"].lerp_(g, 1 - s["alpha"])
+        squares = squares.addcmul(mean, mean, value=-1)
+    inverse = squares.sqrt().add_(s["eps"]).reciprocal_()
+    if s["momentum"] > 0:
+        return s["momentum"], inverse, 0.0, s["lr"]
+    return 1.0, 0.0, inverse.mul_(s["lr"]), 0.0
+
+
+def _adadelta(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    squares = _squares(s, shared, g, "square_avg", s["rho"])
+    ratio = shared["acc_delta"].add(s["eps"]).sqrt_().div_(squares.add(s["eps"]).sqrt_())
+    moved = ratio * g
+    _squares(s, shared, moved, "acc_delta", s["rho"])
+    return 1.0, 0.0, ratio.mul_(s["lr"]), 0.0
+
+
+def _adamax(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+    assert g is not None
+    largest = shared["exp_inf"].mul_(s["beta2"])
+    torch.maximum(largest, g.abs().add_(s["eps"]), out=largest)
+    size = s["lr"] / (1 - s["beta1"] ** s["count"])
+    return s["beta1"], 1 - s["beta1"], 0.0, largest.reciprocal().mul_(size)
+
+
+KINDS: dict[str, Kind] = {
+    "sgd": Kind(_sgd, "momentum_buffer"),
+    "adam": Kind(_adam, "exp_avg", ("exp_avg_sq", "max_exp_avg_sq")),
+    "nadam": Kind(_nadam, "exp_avg", ("exp_avg_sq",)),
+    "radam": Kind(_radam, "exp_avg", ("exp_avg_sq",)),
+    "adagrad": Kind(_adagrad, None, ("sum",)),
+    "rmsprop": Kind(_rmsprop, "momentum_buffer", ("square_avg", "grad_avg")),
+    "adadelta": Kind(_adadelta, None, ("square_avg", "acc_delta")),
+    "adamax": Kind(_adamax, "exp_avg", ("exp_inf",)),
+}
+
+
+@dataclass(frozen=True)
+class Walked:
+    """X_T = a·W_0 + b·m_0 − Σ_s c_s·gradient_s, where X is the parameter or its running average."""
 
     a: float
-    b: dict[str, float]
+    b: float
     c: Floats
 
 
-def sgd(settings: dict[str, Floats], updates: int, of: str = "weight") -> Replayed:
-    """torch.optim.SGD. settings: one number for each of the parameter's updates, in order. of: what X is."""
+def walk_back(kind: str, settings: Mapping[str, Floats], updates: int, of: str = "weight") -> Walked:
+    """The coefficients of an optimizer whose coefficients are numbers. settings: one number for each update."""
+    assert not KINDS[kind].elementwise
     c = np.zeros(updates)
-    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh")
-    columns = [settings[name].tolist() for name in names]
+    columns = {name: values.tolist() for name, values in settings.items()}
     p, q = (1.0, 0.0) if of == "weight" else (0.0, 1.0)
     for s in range(updates - 1, -1, -1):
-        lr, momentum, dampening, decay, nesterov, maximize, fresh = (column[s] for column in columns)
-        sign = -1.0 if maximize else 1.0
-        if momentum == 0:
-            # W ← W − lr·(g + decay·W)
-            c[s] = p * lr * sign
-            p = p * (1 - lr * decay)
-            continue
-        # buffer ← keep·buffer + take·(g + decay·W);  W ← W − lr·(direct·(g + decay·W) + through·buffer)
-        keep, take = (0.0, 1.0) if fresh else (momentum, 1 - dampening)
-        direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
-        to_weight, to_buffer = -lr * (direct + through * take), take
-        c[s] = -(p * to_weight + q * to_buffer) * sign
-        p, q = p * (1 + to_weight * decay) + q * to_buffer * decay, (q - p * lr * through) * keep
-    return Replayed(p, {"momentum_buffer": q}, c)
-
-
-class Recursion(Protocol):
-    """(settings, number of updates, what X is) → X as a sum."""
-
-    def __call__(self, settings: dict[str, Floats], updates: int, of: str = "weight") -> Replayed:
-        """Walk back through the updates."""
-
-
-RECURSIONS: dict[str, Recursion] = {"sgd": sgd}
-STATE: dict[str, tuple[str, ...]] = {"sgd": ("momentum_buffer",)}
-"""The state tensors of each kind, in their order."""
+        one = KINDS[kind].linear({name: values[s] for name, values in columns.items()}, {}, None)
+        c[s], p, q = one.back(p, q)  # type: ignore[assignment]
+    return Walked(p, q, c)

@@ -67,14 +67,14 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
     for name, step in info["not_finite_from"].items():
         about.add_row("not finite", Text(f"the gradient of {name!r} from step {step:,} on", style="bold red"))
     console.print(about)
-    layers = _table("Layers", "name", "kind", ">inputs", ">outputs", "bias", ">slots")
+    layers = _table("Layers", "name", "kind", ">inputs", ">outputs", "parameters", ">slots")
     for layer in info["layers"]:
         layers.add_row(
             escape(layer["name"]) or "(the model itself)",
             layer["kind"],
             f"{layer['d_in']:,}",
             f"{layer['d_out']:,}",
-            "yes" if layer["bias"] else "no",
+            ", ".join(name.removeprefix(f"{layer['name']}.") for name in layer["parameters"]),
             f"{layer['slots']:,}",
         )
     console.print(layers)

@@ -4,9 +4,9 @@ import torch
 from torch.nn import functional as F
 
 import dualform
-from dualform.dual import weights
 from dualform.dual.coefficients import coefficients
-from dualform.dual.weights import rebuilt, rebuilt_bias, rebuilt_weight
+from dualform.dual.weights import rebuilt, rebuilt_layer
+from dualform.store import reader
 from reference import attention as reference
 from reference import sgd as reference_sgd
 from training import network, samples, train
@@ -34,42 +34,44 @@ def test_against_sgd_step_by_step_on_the_gradients_of_the_slots(trained):
         "maximize": False,
     }
     for _, layer in (store.layer(name) for name in trained.dual.layers):
-        keys = torch.cat([chunk.keys(torch.float64) for chunk in store.chunks(layer.name)]).numpy()
+        keys = torch.cat([chunk.keys(torch.float64).vectors() for chunk in store.chunks(layer.name)]).numpy()
         errors = torch.cat([chunk.errors(torch.float64) for chunk in store.chunks(layer.name)]).numpy()
         gradients = [
             reference.sum_of_outer_products(errors[low : low + 5], keys[low : low + 5]) for low in range(0, 30, 5)
         ]
-        start = trained.checkpoints[0][layer.weight].numpy()
+        start = trained.checkpoints[0][f"{layer.name}.weight"].numpy()
         expected, _ = reference_sgd.run(start, gradients, [settings] * 6)
-        found = rebuilt_weight(store, layer, begin=0, end=6)
+        found = rebuilt(store, f"{layer.name}.weight", begin=0, end=6)
         np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-14)
-        np.testing.assert_allclose(trained.model.state_dict()[layer.weight].numpy(), expected, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(
+            trained.model.state_dict()[f"{layer.name}.weight"].numpy(), expected, rtol=0, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("end", range(7))
 def test_every_moment_of_training(trained, end):
     store = trained.dual.store
     for layer in store.manifest.layers:
-        for name, found in rebuilt(store, layer, begin=0, end=end).items():
+        for name, found in rebuilt_layer(store, layer, begin=0, end=end).items():
             torch.testing.assert_close(found, trained.checkpoints[end][name], rtol=0, atol=1e-14)
 
 
 def test_with_every_slot_kept_nothing_changes(trained):
     store = trained.dual.store
     for layer in store.manifest.layers:
-        plain, kept = (rebuilt(store, layer, begin=0, end=6, keep=keep) for keep in (None, every))
+        plain, kept = (rebuilt_layer(store, layer, begin=0, end=6, keep=keep) for keep in (None, every))
         assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
 def test_with_no_slot_kept_the_initial_part_is_left(trained):
     store = trained.dual.store
     _, layer = store.layer("2")
-    a = coefficients(store, "2.weight").replayed.a
+    a = coefficients(store, "2.weight").walked.a
     assert 0 < a < 1
     start = trained.checkpoints[0]
-    torch.testing.assert_close(rebuilt_weight(store, layer, begin=0, end=6, keep=none), a * start["2.weight"])
+    torch.testing.assert_close(rebuilt(store, f"{layer.name}.weight", begin=0, end=6, keep=none), a * start["2.weight"])
     torch.testing.assert_close(
-        rebuilt_bias(store, layer, begin=0, end=6, keep=none), a * start["2.bias"], rtol=0, atol=1e-15
+        rebuilt(store, f"{layer.name}.bias", begin=0, end=6, keep=none), a * start["2.bias"], rtol=0, atol=1e-15
     )
 
 
@@ -77,9 +79,9 @@ def test_with_no_slot_kept_the_initial_part_is_left(trained):
 def test_decoding_in_pieces_changes_nothing(trained, monkeypatch, piece_bytes):
     store = trained.dual.store
     _, layer = store.layer("0")
-    whole = rebuilt_weight(store, layer, begin=0, end=6)
-    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
-    torch.testing.assert_close(rebuilt_weight(store, layer, begin=0, end=6), whole, rtol=0, atol=1e-15)
+    whole = rebuilt(store, f"{layer.name}.weight", begin=0, end=6)
+    monkeypatch.setattr(reader, "PIECE_BYTES", piece_bytes)
+    torch.testing.assert_close(rebuilt(store, f"{layer.name}.weight", begin=0, end=6), whole, rtol=0, atol=1e-15)
 
 
 def test_from_a_snapshot_in_the_middle(with_snapshots):
@@ -89,7 +91,7 @@ def test_from_a_snapshot_in_the_middle(with_snapshots):
     begin = snapshots[1]
     for end in (begin, begin + 1, begin + 2, 24):
         for layer in store.manifest.layers:
-            for name, found in rebuilt(store, layer, begin=begin, end=end).items():
+            for name, found in rebuilt_layer(store, layer, begin=begin, end=end).items():
                 torch.testing.assert_close(found, run.checkpoints[end][name], rtol=0, atol=1e-13)
 
 

@@ -28,7 +28,7 @@ def chosen(model, wanted=None, optimizers=None):
     return [layer.name for layer in layers], left_out
 
 
-EVERY = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "head"]
+EVERY = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "head", "norm"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_model_that_is_itself_a_layer():
     assert chosen(nn.Linear(2, 3)) == ([""], {})
 
 
-@pytest.mark.parametrize("wanted", ["tail", ["head", "tail"], "norm"])
+@pytest.mark.parametrize("wanted", ["tail", ["head", "tail"], "blocks"])
 def test_a_name_that_fits_nothing(wanted):
     with pytest.raises(RecordingError, match=r"names no layer that can be recorded.*'blocks\.0\.first'.*'head'"):
         chosen(Model(), wanted)
@@ -58,33 +58,50 @@ def test_a_name_that_fits_nothing(wanted):
 def test_not_in_the_optimizer():
     model = Model()
     names, left_out = chosen(model, None, [torch.optim.SGD(model.blocks.parameters(), lr=0.1)])
-    assert names == EVERY[:-1]
-    assert left_out == {"head": "its weight is in no optimizer given to record()"}
+    assert names == EVERY[:-2]
+    assert left_out == dict.fromkeys(["head", "norm"], "its weight is in no optimizer given to record()")
 
 
 def test_parametrised():
     model = Model()
     parametrizations.weight_norm(model.head)
     names, left_out = chosen(model)
-    assert names == EVERY[:-1]
+    assert names == [*EVERY[:-2], "norm"]
+    assert list(left_out) == ["head"]
     assert "parametrised" in left_out["head"]
 
 
 def test_shared():
     model = Model()
     model.blocks[1].first.weight = model.blocks[0].first.weight
-    names, left_out = chosen(model)
-    assert names == ["blocks.0.second", "blocks.1.second", "head"]
-    assert left_out["blocks.0.first"] == "its weight is shared by 'blocks.0.first' and 'blocks.1.first'"
-    assert set(left_out) == {"blocks.0.first", "blocks.1.first"}
+    assert chosen(model) == (EVERY, {})
+    names, left_out = chosen(model, "blocks.0.*")
+    assert names == ["blocks.0.second"]
+    assert left_out == {"blocks.0.first": "its weight is shared by 'blocks.1.first', which is not recorded"}
 
 
 def test_shared_with_an_embedding():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.Linear(5, 2))
     model[1].weight = model[0].weight
+    assert chosen(model) == (["0", "1", "2"], {})
+
+
+def test_shared_with_a_module_that_no_rule_covers():
+    model = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 5), nn.Linear(5, 2))
+    model[1].weight = model[0].weight
     names, left_out = chosen(model)
     assert names == ["2"]
-    assert left_out == {"1": "its weight is shared by '0' and '1'"}
+    assert left_out["1"] == "its weight is shared by '0', which is not recorded"
+
+
+def test_a_parameter_that_no_rule_covers_is_named():
+    names, left_out = chosen(nn.Sequential(nn.Linear(3, 5), nn.PReLU(), nn.Bilinear(2, 2, 1)))
+    assert names == ["0"]
+    assert left_out == {
+        "1.weight": "no rule covers a parameter of PReLU",
+        "2.weight": "no rule covers a parameter of Bilinear",
+        "2.bias": "no rule covers a parameter of Bilinear",
+    }
 
 
 def test_one_module_under_two_names_is_one_layer():
@@ -110,8 +127,8 @@ def test_a_lazy_layer_not_yet_run():
 
 
 def test_nothing_to_record():
-    with pytest.raises(RecordingError, match=r"no layer to record\. It has no nn\.Linear"):
-        chosen(nn.Sequential(nn.LayerNorm(3)))
+    with pytest.raises(RecordingError, match=r"no layer to record\. It has no layer of a known type"):
+        chosen(nn.Sequential(nn.PReLU(3)))
 
 
 def test_nothing_left_to_record_says_why():

@@ -264,7 +264,7 @@ def test_two_batches_in_one_backward_pass_keep_their_rows(path):
     dual = assert_exact(path) and dualform.open(path, model)
     rows = dual.rows["sample_id"].to_list()
     for chunk in dual.store.chunks("0"):
-        for key, row in zip(chunk.keys(torch.float64), chunk.rows(), strict=True):
+        for key, row in zip(chunk.keys(torch.float64).vectors(), chunk.rows(), strict=True):
             assert torch.equal(key, inputs[rows[row]])
 
 

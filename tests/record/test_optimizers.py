@@ -171,20 +171,20 @@ def test_a_subclass_with_an_update_of_its_own_is_refused():
 
 def test_an_optimizer_that_cannot_be_replayed_is_refused_with_those_that_can(tmp_path):
     model = network()
-    with pytest.raises(OptimizerError, match=r"Adam cannot be replayed.*that can: SGD.*keep=\"keys\""):
-        dualform.record(model, torch.optim.Adam(model.parameters()), tmp_path / "run")
+    with pytest.raises(OptimizerError, match=r"LBFGS cannot be replayed \(it looks back.*that can: SGD.*keep=\"keys\""):
+        dualform.record(model, torch.optim.LBFGS(model.parameters()), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_one_bad_optimizer_in_a_list_is_named(tmp_path):
     model = network()
-    several = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.RMSprop(model[2].parameters())]
-    with pytest.raises(OptimizerError, match="RMSprop"):
+    several = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Rprop(model[2].parameters())]
+    with pytest.raises(OptimizerError, match="Rprop"):
         dualform.record(model, several, tmp_path / "run")
 
 
 def test_keys_can_be_kept_under_any_optimizer(tmp_path):
-    run = train(tmp_path / "run", optimizer=lambda m: torch.optim.Adam(m.parameters()), keep="keys")
+    run = train(tmp_path / "run", optimizer=lambda m: torch.optim.Rprop(m.parameters()), keep="keys")
     assert dualform.open(run.path).layer("0").keys.shape == (30, 5)
 
 

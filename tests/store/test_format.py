@@ -9,7 +9,6 @@ from dualform.store.format import (
     Chunk,
     Column,
     File,
-    Layer,
     Manifest,
     Parameter,
     Snapshot,
@@ -18,6 +17,7 @@ from dualform.store.format import (
     load_manifest,
     snapshot_name,
 )
+from training import linear
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def manifest():
         created_by="a test",
         keep="slots",
         dtype="float32",
-        layers=(Layer("a", "linear", 3, 2, "a.weight", "a.bias"), Layer("b", "linear", 2, 1, "b.weight", None)),
+        layers=(linear("a", 3, 2, "a.weight", "a.bias"), linear("b", 2, 1, "b.weight")),
         parameters=(Parameter("a.weight", (2, 3), "float32"),),
         left_out={"c": "its weight is shared"},
         batch_axis={"a": 1},

@@ -16,11 +16,11 @@ import dualform
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, StoreMissingError, WriterError
 from dualform.store import writer as writing
 from dualform.store.encoding import Pool, encode
-from dualform.store.format import MANIFEST, VERSION, Column, Layer, Manifest, Parameter, checksum
+from dualform.store.format import MANIFEST, VERSION, Column, Manifest, Parameter, checksum
 from dualform.store.reader import Store
 from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer
-from training import network, sgd, train
+from training import linear, network, sgd, train
 
 COLUMNS = (Column("sample_id", "Int64", "row"), Column("name", "String", "row"), Column("token", "Int64", "position"))
 
@@ -34,7 +34,7 @@ def empty(dtype="float64"):
         created_by="a test",
         keep="slots",
         dtype=dtype,
-        layers=(Layer("a", "linear", 3, 2, "a.weight", "a.bias"), Layer("b", "linear", 2, 1, "b.weight", None)),
+        layers=(linear("a", 3, 2, "a.weight", "a.bias"), linear("b", 2, 1, "b.weight")),
         parameters=(
             Parameter("a.weight", (2, 3), "float64"),
             Parameter("a.bias", (2,), "float64"),
@@ -101,7 +101,10 @@ def everything(folder):
     for layer in ("a", "b"):
         chunks = list(store.chunks(layer))
         for name in ("keys", "errors"):
-            pieces = [getattr(chunk, name)(torch.float64) for chunk in chunks]
+            pieces = [
+                chunk.keys(torch.float64).vectors() if name == "keys" else chunk.errors(torch.float64)
+                for chunk in chunks
+            ]
             found[f"{layer}.{name}"] = torch.cat(pieces) if pieces else torch.zeros(0)
         blocks = np.concatenate([np.zeros((0, 6), int), *(chunk.blocks for chunk in chunks)])
         found[f"{layer}.blocks"] = blocks[blocks[:, 4] > 0]  # blocks without rows may be passed over
@@ -164,7 +167,7 @@ def test_a_store_can_be_cut_at_any_step(tmp_path):
     store = Store(tmp_path / "s")
     whole = everything(tmp_path / "s")
     for end, slots in enumerate([0, 6, 7, 11, 11, 17]):
-        keys = [chunk.keys(torch.float64) for chunk in store.chunks("a", end_step=end)]
+        keys = [chunk.keys(torch.float64).vectors() for chunk in store.chunks("a", end_step=end)]
         assert torch.equal(torch.cat([torch.zeros(0, 3), *keys]), whole["a.keys"][:slots])
 
 

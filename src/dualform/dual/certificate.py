@@ -17,10 +17,10 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.gradients import kept_rows
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
-from dualform.store.format import Layer
 from dualform.store.reader import Store
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3}
@@ -89,17 +89,14 @@ def verify(store: Store, end: int, progress: Progress | None = None) -> Certific
     else:
         compared = f"weights rebuilt from the snapshot at step {nearest}"
     lines = []
-    for number, layer in enumerate(store.manifest.layers):
+    for number, parameter in enumerate(store.manifest.parameters):
         if progress is not None:
-            progress("verifying", number, len(store.manifest.layers))
-        dual = _dual(store, layer, end)
-        primal = _primal(store, layer, nearest, end)
-        for name, weights in dual.items():
-            lines.append(
-                _line(store, layer, name, weights, None if compared.startswith("nothing") else primal[name], end)
-            )
+            progress("verifying", number, len(store.manifest.parameters))
+        dual = _dual(store, parameter.name, end)
+        primal = None if compared.startswith("nothing") else _primal(store, parameter.name, nearest, end)
+        lines.append(_line(store, parameter.name, dual, primal, end))
     if progress is not None:
-        progress("verifying", len(store.manifest.layers), len(store.manifest.layers))
+        progress("verifying", len(store.manifest.parameters), len(store.manifest.parameters))
     return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, compared)
 
 
@@ -124,9 +121,9 @@ def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _dual(store: Store, layer: Layer, end: int) -> dict[str, Tensor]:
+def _dual(store: Store, parameter: str, end: int) -> Tensor:
     if store.manifest.keep != "totals":
-        return rebuilt(store, layer, begin=0, end=end)
+        return rebuilt(store, parameter, begin=0, end=end)
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:
         moment = store.manifest.totals.step if store.manifest.totals else 0
@@ -135,22 +132,26 @@ def _dual(store: Store, layer: Layer, end: int) -> dict[str, Tensor]:
             + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
             + ' Record with keep="slots", or with totals that have deltas.'
         )
-    return {name: view.rebuilt(name) for name in (layer.weight, layer.bias) if name is not None}
+    return view.rebuilt(parameter)
 
 
-def _primal(store: Store, layer: Layer, nearest: int, end: int) -> dict[str, Tensor]:
+def _primal(store: Store, parameter: str, nearest: int, end: int) -> Tensor:
     if nearest != end:
-        return rebuilt(store, layer, begin=nearest, end=end)
-    names = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    return {name: store.snapshot(end)[f"model.{name}"].double() for name in names}
+        return rebuilt(store, parameter, begin=nearest, end=end)
+    return _stored(store, parameter, end)
 
 
-def _line(
-    store: Store, layer: Layer, name: str, dual: Tensor, primal: Tensor | None, end: int
-) -> dict[str, str | int | float]:
+def _stored(store: Store, parameter: str, step: int) -> Tensor:
+    """A parameter as a snapshot has it: those rows of it whose error signals were kept."""
+    rows, value = kept_rows(store, parameter), store.snapshot(step)[f"model.{parameter}"].double()
+    return value if rows is None else rows.of(value)
+
+
+def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int) -> dict[str, str | int | float]:
+    layers = [layer.name for layer in store.users(name)]
     described = store.manifest.parameters[store.parameter(name)]
     mine = store.updates.filter((pl.col("parameter") == store.parameter(name)) & (pl.col("step") < end))
-    first = store.snapshot(0)[f"model.{name}"].double()
+    first = _stored(store, name, 0)
     reached = dual if primal is None else primal
     movement = float((reached - first).norm())
     distance = math.nan if primal is None else float((dual - primal).norm())
@@ -160,17 +161,21 @@ def _line(
     gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
     tolerance = max(TOLERANCE.get(described.dtype, TOLERANCE["float16"]), TOLERANCE[store.manifest.dtype])
     verdict, reason = _judge(gap, distance, floor, tolerance, movement)
-    lost, mark = not_finite_from(store, store.parameter(name), end), store.manifest.inexact.get(layer.name)
+    lost = not_finite_from(store, store.parameter(name), end)
+    mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
     if lost is not None:
         verdict, reason = "fail", f"its gradient is not finite from step {lost} on"
     elif mark is not None and mark.step < end:
         verdict, reason = "inexact", f"from step {mark.step} on: {mark.why}"
     elif primal is None:
         verdict, reason = "unknown", "there are no weights to compare with"
+    rows = kept_rows(store, name)
+    if rows is not None and verdict == "pass":
+        reason += f" ({len(rows.places)} of {described.shape[0]} rows: outputs=)"
     residuals = mine["residual"].drop_nans()
     return {
         "parameter": name,
-        "layer": layer.name,
+        "layer": " + ".join(layers),
         "updates": updates,
         "gap": gap,
         "distance": distance,

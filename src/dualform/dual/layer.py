@@ -7,14 +7,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, coefficients
-from dualform.dual.weights import compute_dtype, initial_part, pieces, rebuilt_bias, values
+from dualform.dual.coefficients import Coefficients, coefficients, is_elementwise
+from dualform.dual.gradients import chosen_rows, compute_dtype, updates_of
+from dualform.dual.weights import as_bias, as_matrix, initial, rebuilt, values
 from dualform.errors import NotRecordedError
 from dualform.store.reader import Store
 
 
 class DualLayer:
-    """S₂ of corollary 1: x ↦ W_0 x + Attention(X, E, x), with W_0 the initial part. Made by `dual.layer(name)`."""
+    """S₂ of corollary 1: x ↦ W_0 x + Attention(X, E, x), with W_0 the initial part. Made by `dual.layer(name)`.
+
+    Several parameters that share a layer's key (a recurrent layer's) are one matrix here; a table (an embedding) is turned.
+    """
 
     def __init__(self, store: Store, name: str, end: int):
         if store.manifest.keep == "totals":
@@ -22,7 +26,12 @@ class DualLayer:
         self._store, self._end = store, end
         _, self._layer = store.layer(name)
         self.name = name
-        self._dtype = compute_dtype(store, self._layer.weight)
+        if not self._layer.attends:
+            raise NotRecordedError(
+                f"layer {name!r} is elementwise: it has no keys, hence no attention. Ask contributions."
+            )
+        self._weights = list(dict.fromkeys(use.parameter for use in self._layer.bilinear()))
+        self._dtype = compute_dtype(store, self._weights[0])
 
     def __repr__(self) -> str:
         return f"DualLayer({self.name!r}, {self._layer.d_in} → {self._layer.d_out}, {self.slots:,} slots)"
@@ -33,30 +42,45 @@ class DualLayer:
         return sum(chunk.slots for chunk in self._store.chunks(self.name, end_step=self._end))
 
     @cached_property
-    def _coefficients(self) -> Coefficients:
-        return coefficients(self._store, self._layer.weight, end=self._end)
+    def _coefficients(self) -> Coefficients | None:
+        """None: they are matrices."""
+        found = [updates_of(self._store, name, end=self._end) for name in self._weights]
+        if any(is_elementwise(updates) for updates in found):
+            return None
+        return coefficients(self._store, self._weights[0], end=self._end)
 
     @cached_property
     def initial_weight(self) -> Tensor:
         """a·W_0 + b·(optimizer state when recording began), (d_out, d_in)."""
-        return initial_part(self._store, self._layer.weight, self._coefficients).to(self._dtype)
+        rows = {
+            n: chosen_rows(self._store, n, self._layer.outputs) if self._layer.outputs else None for n in self._weights
+        }
+        found = {name: initial(self._store, name, self._end, rows[name]) for name in self._weights}
+        return as_matrix(self._layer, found).to(self._dtype)
 
     @cached_property
     def bias(self) -> Tensor | None:
         """The bias from its own slots (its key is the constant 1), (d_out,)."""
-        if self._layer.bias is None:
-            return None
-        return rebuilt_bias(self._store, self._layer, begin=0, end=self._end).to(self._dtype)
+        names = [use.parameter for use in self._layer.uses if use.role == "bias"]
+        found = as_bias(self._layer, {name: rebuilt(self._store, name, begin=0, end=self._end) for name in names})
+        return None if found is None else found.to(self._dtype)
 
     @property
     def keys(self) -> Tensor:
         """X, one row a slot: (slots, d_in). All of them are read into memory."""
-        found = [chunk.keys(self._dtype) for chunk in self._store.chunks(self.name, end_step=self._end)]
+        chunks = self._store.chunks(self.name, end_step=self._end)
+        width = self._layer.d_in + self._layer.d_out
+        found = [chunk.keys(self._dtype, *piece).vectors() for chunk in chunks for piece in chunk.pieces(width)]
         return torch.cat(found) if found else torch.zeros(0, self._layer.d_in, dtype=self._dtype)
 
     @property
     def values(self) -> Tensor:
         """E, one row a slot: (slots, d_out), −coefficient × error signal. All of them are read into memory."""
+        if self._coefficients is None:
+            raise NotRecordedError(
+                f"layer {self.name!r} was trained by an optimizer of the Adam family: the coefficient of a slot is a matrix, so "
+                f"its value is no vector. Ask contributions(), which take the matrices into account."
+            )
         found = [
             values(chunk, self._coefficients, 0, chunk.slots, self._dtype)
             for chunk in self._store.chunks(self.name, end_step=self._end)
@@ -66,18 +90,35 @@ class DualLayer:
     def attention_weights(self, query: Tensor) -> Tensor:
         """α_t = x_t · x for queries (*, d_in) → (*, slots)."""
         query = query.detach().to("cpu", self._dtype)
-        found = [query @ chunk.keys(self._dtype).T for chunk in self._store.chunks(self.name, end_step=self._end)]
-        return torch.cat(found, dim=-1) if found else query.new_zeros(*query.shape[:-1], 0)
+        flat = query.reshape(-1, query.shape[-1])
+        found = [
+            chunk.keys(self._dtype, *piece).dot(flat)
+            for chunk in self._store.chunks(self.name, end_step=self._end)
+            for piece in chunk.pieces(self._layer.d_in + self._layer.d_out)
+        ]
+        weights = torch.cat(found, dim=-1) if found else flat.new_zeros(len(flat), 0)
+        return weights.reshape(*query.shape[:-1], weights.shape[-1])
+
+    @cached_property
+    def _written(self) -> Tensor:
+        """What all slots wrote together, where coefficients are matrices."""
+        found = {name: rebuilt(self._store, name, begin=0, end=self._end) for name in self._weights}
+        return as_matrix(self._layer, found).to(self._dtype) - self.initial_weight
 
     def attention(self, query: Tensor) -> Tensor:
         """Attention(X, E, x) = Σ_t α_t e_t for queries (*, d_in) → (*, d_out), chunk by chunk."""
         query = query.detach().to("cpu", self._dtype)
-        total = torch.zeros(*query.shape[:-1], self._layer.d_out, dtype=torch.float64)
+        plain = len(self._layer.bilinear()) == 1 and self._layer.bilinear()[0].groups == 1
+        plain = plain and len(self._store.users(self._weights[0])) == 1
+        if self._coefficients is None or not plain:
+            return query @ self._written.T
+        flat = query.reshape(-1, query.shape[-1])
+        total = torch.zeros(len(flat), len(self._layer.outputs) or self._layer.d_out, dtype=torch.float64)
         for chunk in self._store.chunks(self.name, end_step=self._end):
-            for low, high in pieces(chunk, self._layer.d_in + self._layer.d_out):
-                weights = query @ chunk.keys(self._dtype, low, high).T
+            for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
+                weights = chunk.keys(self._dtype, low, high).dot(flat)
                 total += (weights @ values(chunk, self._coefficients, low, high, self._dtype)).double()
-        return total.to(self._dtype)
+        return total.to(self._dtype).reshape(*query.shape[:-1], -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """W_0 x + Attention(X, E, x) (+ bias), equation 13; equals the primal layer."""

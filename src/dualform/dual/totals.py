@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.recursions import STATE
+from dualform.recursions import KINDS
 from dualform.store.format import Layer
 from dualform.store.reader import Store
 
@@ -53,12 +53,13 @@ class View:
         snapshot = self._store.snapshot(0)
         number = self._store.parameter(parameter)
         total = snapshot[f"model.{parameter}"].double()
-        if f"initial.{number}" in self._file:
-            numbers = self._file[f"initial.{number}"][0]
+        if f"initial.{number}.weight" in self._file:  # coefficients are matrices: the initial part itself is kept
+            total = self._file[f"initial.{number}.weight"].double()
+        elif f"initial.{number}" in self._file:
+            numbers, average = self._file[f"initial.{number}"][0], KINDS["sgd"].average
             total = total * numbers[0]
-            for place, name in enumerate(STATE["sgd"], start=1):
-                if f"state.{parameter}.{name}" in snapshot:
-                    total += snapshot[f"state.{parameter}.{name}"].double() * numbers[place]
+            if f"state.{parameter}.{average}" in snapshot:
+                total += snapshot[f"state.{parameter}.{average}"].double() * numbers[1]
         found, rest = self._deltas(parameter)
         return total + found[0].double() if rest else total
 

@@ -2,99 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, coefficients
-from dualform.store.format import Layer
+from dualform.dual.coefficients import Coefficients, is_elementwise, walked
+from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts
+from dualform.dual.replay import Backward, forward
+from dualform.layers.streams import Layer
+from dualform.recursions import KINDS
 from dualform.store.reader import SlotChunk, Store
 
-Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
-"""Which slots of a chunk take part, (slots,)."""
-
-PIECE_BYTES = 32 << 20
-"""How much of a chunk is decoded at a time."""
+__all__ = ["Keep", "compute_dtype"]
 
 
-def compute_dtype(store: Store, parameter: str) -> torch.dtype:
-    """float64 for float64 parameters, float32 for all others."""
-    kind = store.manifest.parameters[store.parameter(parameter)].dtype
-    return torch.float64 if kind == "float64" else torch.float32
+def initial_part(store: Store, parameter: str, found: Coefficients, rows: Rows | None = None) -> Tensor:
+    """a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
+    snapshot, average = store.snapshot(found.updates.begin), KINDS[found.updates.kind].average
+    total = snapshot[f"model.{parameter}"].double() * found.walked.a
+    if average and f"state.{parameter}.{average}" in snapshot:
+        total += snapshot[f"state.{parameter}.{average}"].double() * found.walked.b
+    return total if rows is None else rows.of(total)
 
 
-def initial_part(store: Store, parameter: str, found: Coefficients) -> Tensor:
-    """a·W_begin + Σ b·state_begin, float64; `begin` must have a snapshot."""
-    snapshot = store.snapshot(found.begin)
-    total = snapshot[f"model.{parameter}"].double() * found.replayed.a
-    for name, b in found.replayed.b.items():
-        if f"state.{parameter}.{name}" in snapshot:
-            total += snapshot[f"state.{parameter}.{name}"].double() * b
-    return total
+def initial(store: Store, parameter: str, end: int, rows: Rows | None = None) -> Tensor:
+    """The initial part of a parameter at `end`, float64."""
+    updates = updates_of(store, parameter, end=end)
+    if not is_elementwise(updates):
+        return initial_part(store, parameter, walked(updates), rows)
+    walk = Backward(store, updates, rows)
+    for _ in walk:
+        pass
+    return walk.initial
 
 
-def pieces(chunk: SlotChunk, width: int) -> Iterator[tuple[int, int]]:
-    """Cut a chunk into stretches of slots that decode to at most PIECE_BYTES."""
-    size = max(1, PIECE_BYTES // (8 * max(width, 1)))
-    for low in range(0, chunk.slots, size):
-        yield low, min(low + size, chunk.slots)
+def scaled(chunk: SlotChunk, found: Coefficients, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """(slots, 1): −coefficient of each slot."""
+    return torch.from_numpy(-chunk.per_slot(found.of_blocks(chunk))[low:high]).to(dtype).unsqueeze(1)
 
 
 def values(chunk: SlotChunk, found: Coefficients, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """−coefficient × error signal, (slots, d_out): the e_t of the paper's equation 11."""
-    scale = torch.from_numpy(-chunk.per_slot(found.of_blocks(chunk))[low:high]).to(dtype)
-    return chunk.errors(dtype, low, high) * scale.unsqueeze(1)
+    return chunk.errors(dtype, low, high) * scaled(chunk, found, low, high, dtype)
 
 
-def rebuilt_weight(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> Tensor:
-    """Initial part + Σ value ⊗ key over the slots that take part, float64 (d_out, d_in)."""
-    found = coefficients(store, layer.weight, begin=begin, end=end)
-    dtype = compute_dtype(store, layer.weight)
-    total = initial_part(store, layer.weight, found)
-    for chunk in store.chunks(layer.name, begin_step=begin, end_step=end):
-        kept = None if keep is None else keep(chunk)
-        if kept is not None and not kept.any():
-            continue
-        for low, high in pieces(chunk, layer.d_in + layer.d_out):
-            written = values(chunk, found, low, high, dtype)
-            if kept is not None:
-                written *= torch.from_numpy(kept[low:high]).unsqueeze(1)
-            total += (written.T @ chunk.keys(dtype, low, high)).double()
+def rebuilt(store: Store, parameter: str, *, begin: int, end: int, keep: Keep | None = None) -> Tensor:
+    """Initial part + what the slots that take part wrote, float64; of a layer with outputs=, those rows."""
+    updates = updates_of(store, parameter, begin=begin, end=end)
+    if is_elementwise(updates):
+        return forward(store, updates, keep)
+    found = walked(updates)
+    shape = store.manifest.parameters[store.parameter(parameter)].shape
+    if len(shape) < 2:
+        return _rebuilt_small(store, parameter, found, keep)
+    rows = kept_rows(store, parameter)
+    total = initial_part(store, parameter, found, rows)
+    _add_slots(store, parameter, found, total, rows, keep)
     return total
 
 
-def rebuilt_bias(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> Tensor:
-    """The bias from its recorded gradients, less what the slots left out wrote, float64 (d_out,).
+def _rebuilt_small(store: Store, parameter: str, found: Coefficients, keep: Keep | None) -> Tensor:
+    """A bias from its recorded gradients, less what the slots left out wrote.
 
     Its gradients are kept as they were, so that even a bias that moves on rounding noise alone is exact.
     """
-    assert layer.bias is not None
-    found = coefficients(store, layer.bias, begin=begin, end=end)
-    dtype = compute_dtype(store, layer.bias)
-    total = initial_part(store, layer.bias, found)
-    gradients = store.gradients(layer.bias)
+    updates = found.updates
+    total = initial_part(store, parameter, found)
+    gradients = store.gradients(parameter)
     if gradients is not None:
-        every = coefficients(store, layer.bias)
-        here = torch.from_numpy((every.steps >= begin) & (every.steps < end))
-        total -= torch.from_numpy(found.replayed.c) @ gradients[here].double()
-    if keep is None:
-        return total
-    for chunk in store.chunks(layer.name, begin_step=begin, end_step=end):
-        kept = keep(chunk)
-        if kept.all():
-            continue
-        for low, high in pieces(chunk, layer.d_out):
-            left = torch.from_numpy(~kept[low:high]).to(dtype)
-            total -= (left @ values(chunk, found, low, high, dtype)).double()
+        every = updates_of(store, parameter)
+        here = torch.from_numpy((every.steps >= updates.begin) & (every.steps < updates.end))
+        total -= torch.from_numpy(found.walked.c) @ gradients[here].double()
+    if keep is not None:
+        left = torch.zeros_like(total)
+        _add_slots(store, parameter, found, left, None, lambda chunk: ~keep(chunk))
+        total -= left
     return total
 
 
-def rebuilt(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> dict[str, Tensor]:
+def _add_slots(
+    store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
+) -> None:
+    """Add value ⊗ key over the slots that take part."""
+    dtype, updates = compute_dtype(store, parameter), found.updates
+    flat = total.reshape(len(total), -1) if total.dim() > 1 else total
+    for layer in store.users(parameter):
+        for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
+            kept = None if keep is None else keep(chunk)
+            if kept is not None and not kept.any():
+                continue
+            for low, high in chunk.pieces(layer.d_in + layer.d_out):
+                scale = scaled(chunk, found, low, high, dtype)
+                if kept is not None:
+                    scale *= torch.from_numpy(kept[low:high]).unsqueeze(1)
+                keys = weighted_parts(chunk.keys(dtype, low, high), layer, scale[:, 0])
+                errors = chunk.errors(dtype, low, high) * scale
+                for use in layer.uses:
+                    if use.parameter == parameter:
+                        own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
+                        own += of_slots(use, keys, errors, rows).reshape(own.shape).double()
+
+
+def rebuilt_layer(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> dict[str, Tensor]:
     """All parameters of a layer by their full name, float64."""
-    found = {layer.weight: rebuilt_weight(store, layer, begin=begin, end=end, keep=keep)}
-    if layer.bias is not None:
-        found[layer.bias] = rebuilt_bias(store, layer, begin=begin, end=end, keep=keep)
-    return found
+    return {name: rebuilt(store, name, begin=begin, end=end, keep=keep) for name in layer.parameters}
+
+
+def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
+    """A layer's parameters as the one matrix that maps its key to its output, (outputs, d_in)."""
+    some = next(iter(weights.values()))
+    matrix = some.new_zeros(len(layer.outputs) or layer.d_out, layer.d_in)
+    for use in layer.bilinear():
+        found = weights[use.parameter]
+        found = found.reshape(len(found), -1)
+        found = found[use.rows[0] : use.rows[1]] if use.rows else found
+        found = found.T if use.role == "table" else found
+        if use.groups > 1:
+            found = torch.block_diag(*found.chunk(use.groups))  # type: ignore[no-untyped-call]
+        columns = slice(*use.keys) if use.keys else slice(None)
+        ranges = use.errors or (0, len(matrix))
+        place = 0
+        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
+            matrix[low:high, columns] += found[place : place + high - low]
+            place += high - low
+    return matrix
+
+
+def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
+    """A layer's biases as one vector, (outputs,)."""
+    uses = [use for use in layer.uses if use.role == "bias"]
+    if not uses:
+        return None
+    total = weights[uses[0].parameter].new_zeros(layer.d_out)
+    for use in uses:
+        found = weights[use.parameter]
+        found = found[use.rows[0] : use.rows[1]] if use.rows else found
+        ranges, place = use.errors or (0, layer.d_out), 0
+        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
+            total[low:high] += found[place : place + high - low]
+            place += high - low
+    return total[list(layer.outputs)] if layer.outputs else total

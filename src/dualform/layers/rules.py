@@ -1,4 +1,8 @@
-"""The table of layer types. A new type is one function below and one line in RULES."""
+"""The table of layer types. A new type is one short function below (or in a file of its own) and one line in RULES.
+
+A rule says which linear maps a module has (`layers`) and, when it has run, where its slots come from (`watch`): the tensors
+whose gradients are needed, and a function that turns these gradients into keys and error signals.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +11,293 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from dualform.layers import attention, recurrent
+from dualform.layers.found import Arguments, Errors, Found, Watch
+from dualform.layers.keys import Maps
+from dualform.layers.streams import Geometry, Layer, Use, joined
+
+Naming = Callable[[str], str]
+"""The full name of one of a module's own parameters."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one type of layer is read: grad of its weight = Σ error signal ⊗ key, grad of its bias = Σ error signal."""
+    """How one type of module is read."""
 
-    kind: str
-    """The name of the type in a store."""
-    key: Callable[[Arguments], Tensor]
-    """The forward's arguments → the keys, (*lead, d_in)."""
+    layers: Callable[[nn.Module, str, Naming], list[Layer]]
+    """(module, its name, names of its parameters) → its linear maps."""
+    watch: Callable[[nn.Module, Arguments, Any, Any], list[Watch]]
+    """(module, the forward's arguments, what it returned, what `begin` gave) → where its slots come from."""
+    begin: Callable[[nn.Module], Any] | None = None
+    """Called before the forward pass, if there is something to remember."""
+    refusal: Callable[[nn.Module], str | None] = lambda module: None
+    """Why a module of this type cannot be recorded, or None."""
 
 
-def _linear_key(arguments: Arguments) -> Tensor:
+def _first(arguments: Arguments, name: str = "input") -> Tensor:
     positional, named = arguments
-    key: Tensor = positional[0] if positional else named["input"]
-    return key
+    value: Tensor = positional[0] if positional else named[name]
+    return value
 
 
+def _plain(key: Tensor, output: Tensor) -> list[Watch]:
+    """The key is what came in, the error signal that of what came out."""
+    return [Watch([output], lambda errors: [Found("", key, None if errors is None else errors[0])], key)]
+
+
+def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
+    return (Use(named("bias"), "bias"),) if getattr(module, "bias", None) is not None else ()
+
+
+# Linear maps
+
+
+def _linear(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    assert isinstance(module, nn.Linear)
+    uses = (Use(named("weight"), "weight"), *_bias(module, named))
+    return [Layer(name, "linear", module.in_features, module.out_features, uses)]
+
+
+def _watch_linear(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    return _plain(_first(arguments), output)
+
+
+def _conv1d_of_transformers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    d_in, d_out = module.get_parameter("weight").shape
+    return [Layer(name, "linear", int(d_in), int(d_out), (Use(named("weight"), "table"), *_bias(module, named)))]
+
+
+def _watch_conv1d_of_transformers(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    return _plain(_first(arguments, "x"), output)
+
+
+def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    assert isinstance(module, nn.Embedding)
+    uses = (Use(named("weight"), "table"),)
+    return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
+
+
+def _watch_embedding(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    assert isinstance(module, nn.Embedding)
+    numbers = _first(arguments)
+    padding, by_frequency = module.padding_idx, module.scale_grad_by_freq
+
+    def slots(errors: Errors) -> list[Found]:
+        error = None if errors is None else errors[0]
+        if error is not None and padding is not None:
+            error = error.masked_fill((numbers == padding).unsqueeze(-1), 0)
+        if error is not None and by_frequency:
+            _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+            error = error / counts[inverse].unsqueeze(-1)
+        return [Found("", numbers.unsqueeze(-1), error)]
+
+    return [Watch([output], slots, numbers)]
+
+
+def _embedding_refusal(module: nn.Module) -> str | None:
+    assert isinstance(module, nn.Embedding)
+    if module.sparse:
+        return "its gradient is sparse (sparse=True): the optimizers that take those are no linear recursion"
+    if module.max_norm is not None:
+        return "max_norm changes its weight during the forward pass, outside the optimizer"
+    return None
+
+
+# Convolutions
+
+
+def geometry_of(module: nn.modules.conv._ConvNd) -> Geometry:
+    """How a convolution cuts its patches."""
+    axes = len(module.kernel_size)
+    reversed_twice = module._reversed_padding_repeated_twice
+    padding = tuple(int(n) for axis in range(axes) for n in reversed_twice[2 * (axes - 1 - axis) :][:2])
+    return Geometry(
+        module.in_channels, module.kernel_size, module.stride, padding, module.dilation, module.padding_mode
+    )
+
+
+def _convolution(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    geometry = geometry_of(module)
+    uses = (Use(named("weight"), "weight", groups=module.groups), *_bias(module, named))
+    return [Layer(name, "convolution", geometry.patch, module.out_channels, uses, form="maps", geometry=geometry)]
+
+
+def _watch_convolution(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    maps, single = _first(arguments), output.dim() == len(module.kernel_size) + 1
+
+    def slots(errors: Errors) -> list[Found]:
+        error = None if errors is None else errors[0]
+        error = error.unsqueeze(0) if error is not None and single else error
+        apart = None if error is None else error.flatten(2).transpose(1, 2)
+        return [Found("", maps.unsqueeze(0) if single else maps, apart, lead=1)]
+
+    return [Watch([output], slots, maps)]
+
+
+# Elementwise weights of normalisations
+
+
+def _affine(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        return []
+    uses = (Use(named("weight"), "scale"), *_bias(module, named))
+    return [Layer(name, "elementwise", weight.numel(), weight.numel(), uses, form="parts")]
+
+
+def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    given = _first(arguments, "x" if isinstance(module, nn.RMSNorm) else "input")
+    statistics = _running(module)
+    axes = module.get_parameter("weight").dim()
+    by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+
+    def slots(errors: Errors) -> list[Found]:
+        if errors is None or errors[0] is None:
+            return []
+        error, normal = errors[0], _normalised(module, given.detach(), statistics)
+        parts = error * normal
+        if by_channel:  # (rows, channels, …): one slot a row
+            parts, error = (t.flatten(2).sum(2) if t.dim() > 2 else t for t in (parts, error))
+        else:
+            parts, error = parts.flatten(-axes), error.flatten(-axes)
+        return [Found("", parts, error)]
+
+    return [Watch([output], slots, given)]
+
+
+def _running(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """The running statistics that a batch normalisation in evaluation mode has just used."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.training and module.running_mean is not None:
+        assert module.running_var is not None
+        return module.running_mean.clone(), module.running_var.clone()
+    return None
+
+
+def _normalised(module: nn.Module, given: Tensor, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The input as it is before weight and bias."""
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(given, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(given, module.normalized_shape, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(given, module.num_groups, None, None, module.eps)
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    mean, variance = statistics if statistics is not None else (None, None)
+    return F.batch_norm(given, mean, variance, None, None, statistics is None, 0.0, module.eps)
+
+
+# Recurrent layers
+
+
+def _recurrent(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    """One layer for each layer and direction: the key is input and previous hidden state side by side."""
+    found, several = [], recurrent.names(module)
+    for suffix in several:
+        ending = f"_{suffix}" if suffix else ""
+        d_gates, d_input = module.get_parameter(f"weight_ih{ending}").shape
+        hidden = module.get_parameter(f"weight_hh{ending}").shape[1]
+        gru = isinstance(module, (nn.GRU, nn.GRUCell))
+        of_input, of_hidden = ((0, 3 * hidden), (0, 2 * hidden, 3 * hidden, 4 * hidden)) if gru else ((), ())
+        uses = [
+            Use(named(f"weight_ih{ending}"), "weight", keys=(0, d_input), errors=of_input),
+            Use(named(f"weight_hh{ending}"), "weight", keys=(d_input, d_input + hidden), errors=of_hidden),
+        ]
+        if module.bias:
+            uses.append(Use(named(f"bias_ih{ending}"), "bias", errors=of_input))
+            uses.append(Use(named(f"bias_hh{ending}"), "bias", errors=of_hidden))
+        d_out = 4 * hidden if gru else d_gates
+        found.append(
+            Layer(joined(name, suffix if len(several) > 1 else ""), "recurrent", d_input + hidden, d_out, tuple(uses))
+        )
+    return found
+
+
+def _begin_recurrent(module: nn.Module) -> Tensor | None:
+    return torch.get_rng_state() if module.training and float(getattr(module, "dropout", 0.0)) else None
+
+
+def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+    outputs = recurrent.outputs(output)
+    several = len(recurrent.names(module)) > 1
+
+    def slots(errors: Errors) -> list[Found]:
+        return [
+            Found(u.name if several else "", u.keys, u.errors, axis=1)
+            for u in recurrent.unroll(module, arguments, errors, begun)
+        ]
+
+    given = _first(arguments)
+    return [Watch(outputs, slots, given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given)]
+
+
+_AFFINE = Rule(_affine, _watch_affine)
+_RECURRENT = Rule(_recurrent, _watch_recurrent, _begin_recurrent, recurrent.refusal)
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule("linear", _linear_key),
+    nn.Linear: Rule(_linear, _watch_linear),
+    nn.Embedding: Rule(_embedding, _watch_embedding, refusal=_embedding_refusal),
+    nn.Conv1d: Rule(_convolution, _watch_convolution),
+    nn.Conv2d: Rule(_convolution, _watch_convolution),
+    nn.Conv3d: Rule(_convolution, _watch_convolution),
+    nn.LayerNorm: _AFFINE,
+    nn.RMSNorm: _AFFINE,
+    nn.GroupNorm: _AFFINE,
+    nn.BatchNorm1d: _AFFINE,
+    nn.BatchNorm2d: _AFFINE,
+    nn.BatchNorm3d: _AFFINE,
+    nn.MultiheadAttention: Rule(attention.layers, attention.watch, attention.begin),
+    nn.LSTM: _RECURRENT,
+    nn.GRU: _RECURRENT,
+    nn.RNN: _RECURRENT,
+    nn.LSTMCell: _RECURRENT,
+    nn.GRUCell: _RECURRENT,
+    nn.RNNCell: _RECURRENT,
 }
+_CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _watch_conv1d_of_transformers)
 
 
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module, or None: it is of a type that no rule covers."""
+    if type(module).__name__ == "Conv1D" and type(module).__module__.split(".")[0] == "transformers":
+        return _CONV1D_OF_TRANSFORMERS
     for kind, rule in RULES.items():
         if isinstance(module, kind):
             return rule
     return None
 
 
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Modules inside another one that its rule covers: their own forward never runs."""
+    return [module.out_proj] if isinstance(module, nn.MultiheadAttention) else []
+
+
 def refusal(module: nn.Module) -> str | None:
     """Why a module that has a rule cannot be recorded all the same, or None."""
     if parametrize.is_parametrized(module):
         return "its weight is parametrised: the trained parameter is another one"
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter):
-        return "its weight is no parameter (old-style weight normalisation, or a lazy layer not yet run)"
-    if nn.parameter.is_lazy(weight):
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
         return "its weight is not initialised yet (a lazy layer): run the model once before record()"
-    if weight.dtype not in (torch.float32, torch.float64):
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float32 and float64 can be recorded"
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention uses its weight without ever calling it"
+    if any("weight_g" in name for name in module._parameters) or (
+        "weight" not in module._parameters and isinstance(getattr(module, "weight", None), Tensor)
+    ):
+        return "its weight is no parameter (old-style weight normalisation)"
+    for parameter in module.parameters(recurse=False):
+        if parameter.dtype not in (torch.float32, torch.float64):
+            return f"its weight is {str(parameter.dtype).removeprefix('torch.')}; float32 and float64 can be recorded"
     for kind in RULES:
         if isinstance(module, kind) and type(module).forward is not kind.forward:
             return f"its type {type(module).__name__} has a forward of its own"
-    return None
+    rule = rule_for(module)
+    return rule.refusal(module) if rule is not None else None
+
+
+def queries_of(layer: Layer, keys: Tensor) -> Tensor:
+    """Queries as attention weights need them: patches instead of feature maps, (maps, positions, d_in)."""
+    if layer.geometry is None:
+        return keys
+    return Maps(keys, layer.geometry).vectors().reshape(len(keys), -1, layer.d_in)

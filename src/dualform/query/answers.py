@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dualform.dual.totals import View
-from dualform.dual.weights import pieces
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.query.groups import Groups
 from dualform.query.masks import Mask
@@ -142,7 +141,7 @@ class Answer(ABC):
             kept = None if mask is None else mask(chunk)
             if kept is not None and not kept.any():
                 continue
-            for low, high in pieces(chunk, width):
+            for low, high in chunk.pieces(width):
                 places = np.arange(low, high)
                 if kept is not None:
                     places = places[kept[low:high]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 
 from dualform.errors import QuestionError
 from dualform.layers import axes
-from dualform.layers.rules import RULES
+from dualform.layers.found import Watch
+from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
+from dualform.layers.streams import Layer, joined
 
 
 @dataclass(frozen=True)
 class Captured:
     """One layer's queries, (examples, positions, d_in), and ∂target/∂output, (examples, positions, d_out).
 
-    If a layer is called several times, its calls follow each other along the positions.
+    If a layer is called several times, its calls follow each other along the positions. Queries of an embedding are numbers,
+    (examples, positions, 1); those of an elementwise weight are ∂target/∂weight for each position.
     """
 
     queries: Tensor
@@ -35,52 +39,77 @@ class Run:
 
 def run(
     model: nn.Module,
-    layers: Mapping[str, str],
+    layers: Sequence[Layer],
     inputs: Any,
     rows: int | None,
     batch_axis: Mapping[str, int],
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
     gradients: bool = False,
 ) -> Run:
-    """Run a model in evaluation mode. layers: the kinds of the recorded layers by name."""
-    rules = {rule.kind: rule for rule in RULES.values()}
+    """Run a model in evaluation mode."""
     rows = _rows(inputs) if rows is None else rows
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    by_name = {layer.name: layer for layer in layers}
+    seen: list[tuple[str, Watch]] = []
     flattened: dict[int, int] = {}
+    handles = []
 
-    def hook(name: str, kind: str) -> Callable[..., Tensor | None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            key = rules[kind].key((args, kwargs))
-            if key.dim() == 2 and (axis := axes.flattened_from(key, rows)) is not None:
-                flattened[len(key)] = axis
-            seen.setdefault(name, []).append((key, output))
-            return output.clone() if gradients else None  # an activation in place would change what we hold
+    def hook(name: str, rule: Rule) -> Callable[..., Any]:
+        begun: list[Any] = []
 
+        def before(module: nn.Module, args: Any) -> None:
+            begun[:] = [rule.begin(module) if rule.begin else None]
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
+                key = watch.key
+                if key.dim() == 2 and (axis := axes.flattened_from(key, rows)) is not None:
+                    flattened[len(key)] = axis
+                seen.append((name, watch))
+            # An activation in place would change what we hold
+            return output.clone() if gradients and isinstance(output, Tensor) else None
+
+        handles.append(modules[name].register_forward_pre_hook(before))
         return note
 
     modules = dict(model.named_modules())
-    handles = [modules[n].register_forward_hook(hook(n, kind), with_kwargs=True) for n, kind in layers.items()]
+    inside = {id(inner) for module in modules.values() for inner in parts_of(module)}
     try:
+        for name, module in modules.items():
+            rule = rule_for(module)
+            mine = [n for n in by_name if n == name or n.startswith(f"{name}." if name else "")]
+            if rule is not None and mine and id(module) not in inside:
+                handles.append(module.register_forward_hook(hook(name, rule), with_kwargs=True))
         with torch.enable_grad():  # without it, a flattened input does not tell where it comes from
             output = _call(model.requires_grad_(True), inputs)
     finally:
         for handle in handles:
             handle.remove()
     chosen = _target(output, target, rows) if gradients else torch.zeros(rows)
-    slopes = _slopes(chosen, seen) if gradients else {}
-    found = {}
-    for name, calls in seen.items():
-        queries, along = [], []
-        for number, (key, _) in enumerate(calls):
-            known = flattened.get(len(key)) if key.dim() == 2 else None
-            lead, told = tuple(key.shape[:-1]), batch_axis.get(name)
-            where = axes.layout(lead, rows, layer=name, axis=told, evidence=() if known is None else (known,))
-            queries.append(where.slots(key.detach()).reshape(rows, where.positions, key.shape[-1]))
-            if gradients:
-                slope = slopes[name][number]
-                along.append(where.slots(slope).reshape(rows, where.positions, slope.shape[-1]))
-        found[name] = Captured(torch.cat(queries, 1), torch.cat(along, 1) if gradients else None)
-    return Run({name: found[name] for name in layers if name in found}, chosen.detach())
+    slopes = _slopes(chosen, [watch for _, watch in seen]) if gradients else [None] * len(seen)
+    queries: dict[str, list[Tensor]] = {}
+    along: dict[str, list[Tensor]] = {}
+    for (name, watch), slope in zip(seen, slopes, strict=True):
+        for found in watch.slots(slope):
+            layer = by_name.get(joined(name, found.layer))
+            if layer is None:
+                continue
+            keys = found.keys.detach()
+            lead = tuple(keys.shape[: keys.dim() - 1 if found.lead is None else found.lead])
+            known = flattened.get(lead[0]) if len(lead) == 1 else None
+            told = batch_axis.get(layer.name, batch_axis.get(name, found.axis))
+            where = axes.layout(lead, rows, layer=layer.name, axis=told, evidence=() if known is None else (known,))
+            keys = queries_of(layer, keys)
+            positions = where.positions * math.prod(keys.shape[len(lead) : -1])
+            keys = where.slots(keys.flatten(len(lead))).reshape(rows, positions, keys.shape[-1])
+            queries.setdefault(layer.name, []).append(keys)
+            if found.errors is not None:
+                errors = where.slots(found.errors.flatten(len(lead)))
+                along.setdefault(layer.name, []).append(errors.reshape(rows, positions, found.errors.shape[-1]))
+    captured = {
+        name: Captured(torch.cat(some, 1), torch.cat(along[name], 1) if name in along else None)
+        for name, some in queries.items()
+    }
+    return Run({name: captured[name] for name in by_name if name in captured}, chosen.detach())
 
 
 def _rows(inputs: Any) -> int:
@@ -127,11 +156,16 @@ def _target(output: Any, target: Any, rows: int) -> Tensor:
     return output.gather(1, numbers.expand(rows).unsqueeze(1))[:, 0]
 
 
-def _slopes(target: Tensor, seen: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, list[Tensor]]:
+def _slopes(target: Tensor, watches: Sequence[Watch]) -> list[list[Tensor | None]]:
     """∂target/∂output for every call of every layer; 0 where the target does not depend on it."""
-    outputs = [output for calls in seen.values() for _, output in calls]
-    found = iter(torch.autograd.grad(target.sum(), outputs, allow_unused=True))
-    return {
-        name: [torch.zeros_like(output) if (slope := next(found)) is None else slope for _, output in calls]
-        for name, calls in seen.items()
-    }
+    outputs = [output for watch in watches for output in watch.outputs]
+    needed = [output for output in outputs if output.requires_grad]
+    found = iter(torch.autograd.grad(target.sum(), needed, allow_unused=True) if needed else ())
+    slopes: list[list[Tensor | None]] = []
+    for watch in watches:
+        mine: list[Tensor | None] = []
+        for output in watch.outputs:
+            slope = next(found) if output.requires_grad else None
+            mine.append(torch.zeros_like(output) if slope is None else slope)
+        slopes.append(mine)
+    return slopes

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dualform.dual import certificate
+from dualform.dual.gradients import Keep, compute_dtype, kept_rows
 from dualform.dual.layer import DualLayer
 from dualform.dual.totals import find
-from dualform.dual.weights import Keep, compute_dtype, rebuilt
+from dualform.dual.weights import rebuilt
 from dualform.errors import (
     InexactWarning,
     ModelMismatchError,
@@ -30,7 +31,7 @@ from dualform.query.attention import LayerAttention
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
 from dualform.query.masks import Mask, condition_columns, over_groups
-from dualform.store.format import Mark
+from dualform.store.format import Layer, Mark
 from dualform.store.reader import Store
 
 A = TypeVar("A", bound=Answer)
@@ -125,7 +126,7 @@ class Dual:
                     "kind": layer.kind,
                     "d_in": layer.d_in,
                     "d_out": layer.d_out,
-                    "bias": layer.bias is not None,
+                    "parameters": layer.parameters,
                     "slots": self.store.slots(layer.name),
                 }
                 for layer in manifest.layers
@@ -157,7 +158,8 @@ class Dual:
         self._warn()
         if self._model is None:
             return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
-        captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis)
+        layers = [layer for layer in self._recorded() if layer.attends]
+        captured = run(self.primal(), layers, inputs, rows, self.store.manifest.batch_axis)
         answers = {name: self._attention(name, c.queries) for name, c in captured.layers.items()}
         return ByLayer(self.store, answers)
 
@@ -201,11 +203,8 @@ class Dual:
         view = find(self.store, columns, self.end_step, deltas=True, subset=True)
         kept = None if view is None else over_groups(condition, view.groups, name)
         if view is not None and kept is not None:
-            for layer in self.store.manifest.layers:
-                if layer.name in self._chosen(layers):
-                    for parameter in (layer.weight, layer.bias):
-                        if parameter is not None:
-                            weights[parameter] = view.rebuilt(parameter, kept if drop is None else ~kept)
+            for parameter in self._parameters(layers):
+                weights[parameter] = view.rebuilt(parameter, kept if drop is None else ~kept)
             return self._with(weights)
         if self.store.manifest.keep == "totals":
             raise NotRecordedError(
@@ -214,9 +213,9 @@ class Dual:
             )
         mask = Mask(self.store, condition, self.end_step, name=name)
         takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
-        for layer in self.store.manifest.layers:
-            if layer.name in self._chosen(layers):
-                weights.update(rebuilt(self.store, layer, begin=0, end=self.end_step, keep=takes_part))
+        for parameter in self._parameters(layers):
+            self._whole(parameter, "masked()")
+            weights[parameter] = rebuilt(self.store, parameter, begin=0, end=self.end_step, keep=takes_part)
         return self._with(weights)
 
     def until(self, step: int) -> Dual:
@@ -268,8 +267,20 @@ class Dual:
             found += names
         return found
 
-    def _recorded(self) -> dict[str, str]:
-        return {layer.name: layer.kind for layer in self.store.manifest.layers}
+    def _recorded(self) -> list[Layer]:
+        return list(self.store.manifest.layers)
+
+    def _parameters(self, layers: str | Collection[str] | None) -> list[str]:
+        """The parameters of some layers (default: all), each once."""
+        names = self._chosen(layers)
+        return list(dict.fromkeys(p for y in self.store.manifest.layers if y.name in names for p in y.parameters))
+
+    def _whole(self, parameter: str, question: str) -> None:
+        if kept_rows(self.store, parameter) is not None:
+            raise NotRecordedError(
+                f"{question} needs all error signals of {parameter!r}, but only those of some output units were kept (outputs=). "
+                f"Leave its layer out with layers=, or ask for a step that has a snapshot: {self.store.snapshot_steps()}."
+            )
 
     def _vectors(self, inputs: Any) -> dict[str, Tensor]:
         if not isinstance(inputs, Mapping):
@@ -291,11 +302,16 @@ class Dual:
 
     def _attention(self, name: str, queries: Tensor) -> LayerAttention:
         _, layer = self.store.layer(name)
-        return LayerAttention(self.store, layer, self.end_step, queries, compute_dtype(self.store, layer.weight))
+        if not layer.attends:
+            raise QuestionError(
+                f"layer {name!r} is elementwise: it has no keys, hence no attention. Ask contributions()."
+            )
+        dtype = compute_dtype(self.store, layer.parameters[0])
+        return LayerAttention(self.store, layer, self.end_step, queries, dtype)
 
     def _contribution(self, name: str, captured: Captured, target: Tensor) -> LayerContributions:
         _, layer = self.store.layer(name)
-        dtype = compute_dtype(self.store, layer.weight)
+        dtype = compute_dtype(self.store, layer.parameters[0])
         assert captured.gradients is not None
         return LayerContributions(self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype)
 
@@ -311,24 +327,34 @@ class Dual:
                 f"{self.store.folder} keeps {self.store.manifest.keep} only: the network is known after "
                 f'{self.store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
-        others = set(weights) - {p.name for p in self.store.manifest.parameters}
+        recorded = {p.name for p in self.store.manifest.parameters}
+        others = set(weights) - recorded - self._aliases()
         if others:
             warnings.warn(
                 f"not recorded, so taken from the snapshot at step {nearest} instead of step {step}: "
                 f"{', '.join(sorted(others))}",
                 stacklevel=4,
             )
-        for layer in self.store.manifest.layers:
-            weights.update(rebuilt(self.store, layer, begin=nearest, end=step))
+        for parameter in self.store.manifest.parameters:
+            self._whole(parameter.name, f"the network after step {step}")
+            weights[parameter.name] = rebuilt(self.store, parameter.name, begin=nearest, end=step)
         return weights
+
+    def _aliases(self) -> set[str]:
+        """Other names of parameters that several modules share."""
+        if self._model is None:
+            return set()
+        first = {name for name, _ in self._model.named_parameters()}
+        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - first
 
     def _with(self, weights: dict[str, Tensor]) -> nn.Module:
         if self._model is None:
             raise QuestionError("this needs the model: dualform.open(path, model).")
         model = copy.deepcopy(self._model)
         with torch.no_grad():
+            aliases = self._aliases()
             for name, value in model.state_dict(keep_vars=True).items():
-                if name in weights and isinstance(value, Tensor):
+                if name in weights and name not in aliases and isinstance(value, Tensor):
                     value.data.copy_(weights[name])
         return model
 

@@ -6,17 +6,17 @@ Everything here happens in an optimizer's hooks, before or after its update.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.ledger import LayerLedger, Ledger, Pass, roundoff
+from dualform.record.ledger import LayerLedger, Ledger, Link, ParameterLedger, roundoff
 from dualform.record.optimizers import Replay, replay_for
 from dualform.store import records
 
@@ -29,20 +29,10 @@ UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter lives."""
-
-    number: int
-    layer: int
-    short: str
-    name: str
-
-
-@dataclass(frozen=True)
 class _Audited:
-    place: Place
+    ledger: ParameterLedger
     gradient: Tensor
-    passes: list[Pass]
+    links: list[Link]
     verdict: audit.Verdict
     settings: dict[str, float]
 
@@ -54,76 +44,67 @@ class Books:
         self._ledger, self._optimizers = ledger, optimizers
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
-        self._places: dict[int, Place] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
         self._states: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._rows_of: dict[int, int] = {}
+        self._backward_of: dict[int, int] = {}
+        """By backward pass: its number in the open step."""
         self.next_row = 0
 
-    def enter(self, layer: int, name: str) -> dict[str, str]:
-        """Enter the parameters of a layer; gives their full names."""
-        names = {}
-        for short, parameter in self._ledger.layers[layer].parameters().items():
-            names[short] = f"{name}.{short}" if name else short
-            self._places[id(parameter)] = Place(len(self._places), layer, short, names[short])
-            self._parameters[id(parameter)] = parameter  # keeps the id from being given to another
-        return names
-
-    def recorded(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[Place, nn.Parameter, dict[str, Any]]]:
+    def recorded(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, dict[str, Any]]]:
         """The recorded parameters of some optimizers (default: all), with their groups."""
         for number in range(len(self._optimizers)) if numbers is None else numbers:
             for group in self._optimizers[number].param_groups:
                 for parameter in group["params"]:
-                    place = self._places.get(id(parameter))
-                    if place is not None:
-                        yield place, parameter, group
+                    ledger = self._ledger.parameters.get(id(parameter))
+                    if ledger is not None:
+                        yield ledger, group
 
-    def optimizer_state(self) -> Iterator[tuple[Place, str, Tensor]]:
+    def optimizer_state(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, str, Tensor]]:
         """The state tensors that belong to the initial part."""
-        for number, (optimizer, replay) in enumerate(zip(self._optimizers, self._replays, strict=True)):
-            for place, parameter, _ in self.recorded([number]):
+        for number in range(len(self._optimizers)) if numbers is None else numbers:
+            optimizer, replay = self._optimizers[number], self._replays[number]
+            for ledger, _ in self.recorded([number]):
+                state = optimizer.state.get(ledger.parameter, {})
                 for name in replay.state if replay else ():
-                    value = optimizer.state.get(parameter, {}).get(name)
+                    value = state.get(name)
                     if isinstance(value, Tensor):
-                        yield place, name, value
+                        yield ledger, name, value
 
     def begin_step(self) -> None:
         """A new step is open."""
         self._rows_of.clear()
-        for ledger in self._ledger.layers:
-            ledger.stored.clear()
+        self._backward_of.clear()
+        for layer in self._ledger.layers:
+            layer.consumed = (layer.consumed | layer.stored) if layer.stored else layer.consumed
+            layer.stored = set()
 
     # Between steps
 
-    def changes(self) -> dict[str, tuple[Place, str]]:
+    def changes(self) -> dict[str, tuple[ParameterLedger, str]]:
         """What changed since the last update though no optimizer did it: by parameter, and how."""
-        found = {}
-        for place, parameter, _ in self.recorded():
-            if self._ledger.layers[place.layer].watched[place.short].changed(parameter):
-                found[place.name] = (place, EDITED)
-        for place, name, value in self.optimizer_state():
-            known = self._states.get((place.number, name))
+        found = {ledger.name: (ledger, EDITED) for ledger, _ in self.recorded() if ledger.changed()}
+        for ledger, name, value in self.optimizer_state():
+            known = self._states.get((ledger.number, name))
             if known is not None and (known[0] is not value or known[1] != value._version):
-                found.setdefault(place.name, (place, REPLACED))
+                found.setdefault(ledger.name, (ledger, REPLACED))
         return found
 
     def settle_changes(self, step: records.Step) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
-        for name, (place, how) in self.changes().items():
-            self._complain(step, place, f"{name!r} {how}. Its dual form no longer holds. End the recording before such "
+        for name, (ledger, how) in self.changes().items():
+            self._complain(step, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before such "
                            f"a change and begin a new one after it")  # fmt: skip
         if step.marks:
             self.remember(range(len(self._optimizers)), step)
 
-    def remember(self, numbers: Iterable[int], step: records.Step | None) -> None:
+    def remember(self, numbers: Collection[int], step: records.Step | None) -> None:
         """Remember what parameters and optimizer state look like after an update."""
-        for place, parameter, _ in self.recorded(numbers):
-            watched = self._ledger.layers[place.layer].watched[place.short]
-            watched.remember(parameter)
+        for ledger, _ in self.recorded(numbers):
+            ledger.remember()
             if step is not None:
-                step.after[place.number] = watched.fingerprint
-        for place, name, value in self.optimizer_state():
-            self._states[place.number, name] = (value, value._version)
+                step.after[ledger.number] = ledger.fingerprint
+        for ledger, name, value in self.optimizer_state():
+            self._states[ledger.number, name] = (value, value._version)
 
     # A step
 
@@ -133,68 +114,84 @@ class Books:
         audited = list(self._audit(number, step))
         common = _common_factor([entry.verdict for entry in audited])
         factors: list[dict[int, float]] = []
+        used: set[int] = set()
         for entry in audited:
             scale = 1.0 if entry.verdict.determined else common
-            pairs = zip(entry.passes, entry.verdict.factors, strict=True)
-            factors.append({one.task: factor * scale for one, factor in pairs if factor != 0})
-        used: dict[int, set[int]] = {}
-        for entry, by_task in zip(audited, factors, strict=True):
-            used.setdefault(entry.place.layer, set()).update(by_task)
-        for layer, tasks in used.items():
-            self._store_slots(layer, tasks, step)
+            pairs = zip(entry.links, entry.verdict.factors, strict=True)
+            factors.append({link.task: factor * scale for link, factor in pairs if factor != 0})
+            used.add(entry.ledger.number)
+        self._store_slots(used, {e.ledger.number: set(f) for e, f in zip(audited, factors, strict=True)}, step)
         kind = replay.kind if replay else type(self._optimizers[number]).__name__
         for entry, by_task in zip(audited, factors, strict=True):
-            is_bias = entry.place.short == "bias" and self._keep != "keys"
+            is_small = not entry.ledger.is_matrix and self._keep != "keys"
+            listed = [0.0] * (1 + max((self._backward_of[task] for task in by_task), default=-1))
+            for task, factor in by_task.items():
+                listed[self._backward_of[task]] = factor
+            entry.ledger.links.clear()
             step.updates.append(
                 records.Update(
-                    entry.place.number,
+                    entry.ledger.number,
                     kind,
                     entry.settings,
-                    [by_task.get(one.task, 0.0) for one in self._ledger.layers[entry.place.layer].stored],
+                    listed,
                     entry.verdict.residual,
-                    entry.gradient.detach().cpu().clone() if is_bias else None,
+                    entry.gradient.detach().cpu().clone() if is_small else None,
                 )
             )
 
     def _audit(self, number: int, step: records.Step) -> Iterator[_Audited]:
         replay, state = self._replays[number], self._optimizers[number].state
-        for place, parameter, group in self.recorded([number]):
-            if parameter.grad is None:
+        for ledger, group in self.recorded([number]):
+            gradient = ledger.parameter.grad
+            if gradient is None:
                 continue
-            ledger = self._ledger.layers[place.layer]
-            passes = [one for one in (*ledger.stored, *ledger.passes) if place.short in one.counted]
-            seen = ledger.seen(place.short, parameter.grad)
-            verdict = audit.explain([one.link(place.short) for one in passes], seen, roundoff(parameter))
+            links = [link for link in ledger.links if link.counted]
+            unit = max([roundoff(ledger.parameter), *(link.roundoff for link in links)])
+            verdict = audit.explain([link.seen() for link in links], ledger.seen(gradient), unit)
             if not verdict.explained:
-                self._unexplained(step, place, verdict, passes)
-            settings = replay.settings(group, state.get(parameter, {})) if replay else {}
-            yield _Audited(place, parameter.grad, passes, verdict, settings)
+                self._unexplained(step, ledger, verdict, links)
+            settings = replay.settings(group, state.get(ledger.parameter, {})) if replay else {}
+            yield _Audited(ledger, gradient, links, verdict, settings)
 
-    def _store_slots(self, layer: int, tasks: set[int], step: records.Step) -> None:
-        """Store the slots of those backward passes of a layer that take part in an update; forget the others."""
-        ledger: LayerLedger = self._ledger.layers[layer]
-        for one in ledger.passes:
-            if one.task not in tasks:
+    def _store_slots(self, parameters: set[int], tasks: dict[int, set[int]], step: records.Step) -> None:
+        """Store the slots of those backward passes that take part in an update of some parameters; forget the others."""
+        for module in self._ledger.modules:
+            if not any(p.number in parameters for p in module.parameters):
                 continue
-            if one.problem is not None:
-                raise one.problem
-            for call, slots in enumerate(sorted(one.calls, key=lambda c: c.serial)):
-                step.blocks.append(
-                    records.Block(
-                        layer,
-                        len(ledger.stored),
-                        call,
-                        self._rows(slots.batch, step),
-                        slots.rows,
-                        slots.positions,
-                        slots.keys,
-                        slots.errors,
-                        slots.may_repeat,
-                    )
+            for layer in module.layers:
+                mine = [p.number for _, p in layer.uses if p.number in parameters]
+                wanted = set[int]().union(*(tasks[number] for number in mine)) if mine else set[int]()
+                for task in sorted(wanted - layer.stored):
+                    self._store(layer, task, step)
+                if mine:
+                    layer.forget()
+            self._ledger.spent.add(module)
+
+    def _store(self, layer: LayerLedger, task: int, step: records.Step) -> None:
+        if task in layer.problems:
+            raise layer.problems[task]
+        if task in layer.consumed:
+            raise UnexplainedError(
+                f"layer {layer.layer.name!r}, step {step.number}: its parameters are updated in different steps with gradients of "
+                f"one backward pass, whose slots belong to the earlier step. Step its optimizers together, or zero gradients."
+            )
+        backward = self._backward_of.setdefault(task, len(self._backward_of))
+        for call, slots in enumerate(sorted(layer.calls.get(task, ()), key=lambda c: c.serial)):
+            step.blocks.append(
+                records.Block(
+                    layer.number,
+                    backward,
+                    call,
+                    self._rows(slots.batch, step),
+                    slots.rows,
+                    slots.positions,
+                    slots.keys,
+                    slots.errors,
+                    slots.may_repeat,
+                    slots.shape,
                 )
-            ledger.stored.append(one)
-        ledger.passes.clear()
-        self._ledger.spent.add(layer)
+            )
+        layer.stored.add(task)
 
     def _rows(self, batch: Batch, step: records.Step) -> int:
         """The number of a batch's first row in this step."""
@@ -204,27 +201,35 @@ class Books:
             self.next_row += batch.rows
         return self._rows_of[batch.serial]
 
-    def _unexplained(self, step: records.Step, place: Place, verdict: audit.Verdict, passes: list[Pass]) -> None:
-        for one in passes:
-            if one.problem is not None:
-                raise one.problem
+    def _unexplained(
+        self, step: records.Step, ledger: ParameterLedger, verdict: audit.Verdict, links: list[Link]
+    ) -> None:
+        tasks = {link.task for link in links}
+        for layer in self._layers_of(ledger):
+            for task, problem in layer.problems.items():
+                if task in tasks:
+                    raise problem
         self._complain(
             step,
-            place,
-            f"{place.name!r} {UNEXPLAINED} (residual {verdict.residual:.1e} of its size). Likely causes: gradients "
+            ledger,
+            f"{ledger.name!r} {UNEXPLAINED} (residual {verdict.residual:.1e} of its size). Likely causes: gradients "
             f"clipped by value or with noise added, gradients not zeroed since an earlier step, the parameter used "
             f"outside its module (F.linear), or its input changed in place. Scaling, clipping by norm and accumulation "
             f"are understood",
         )
 
-    def _complain(self, step: records.Step, place: Place, what: str) -> None:
-        layer = self._ledger.layers[place.layer].layer.name
+    def _layers_of(self, ledger: ParameterLedger) -> list[LayerLedger]:
+        return [layer for layer in self._ledger.layers if any(p is ledger for _, p in layer.uses)]
+
+    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str) -> None:
+        layers = [layer.layer.name for layer in self._layers_of(ledger)]
         if self._on_unexplained == "raise":
             raise UnexplainedError(
-                f"layer {layer!r}, step {step.number}: {what}. To let the training go on and mark the layer as inexact "
+                f"layer {layers[0]!r}, step {step.number}: {what}. To let the training go on and mark the layer as inexact "
                 f'from here, record with on_unexplained="mark".'
             )
-        step.marks.setdefault(layer, what)
+        for layer in layers:
+            step.marks.setdefault(layer, what)
 
 
 def _common_factor(verdicts: list[audit.Verdict]) -> float:

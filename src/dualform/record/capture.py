@@ -1,30 +1,21 @@
 """The hooks. They compute nothing: each tells the ledger what happened.
 
-A tensor hook on a layer's output pairs key and error signal: module hooks alone fire twice under checkpointing. The
+Tensor hooks on what a module gives back pair keys and error signals: module hooks alone fire twice under checkpointing. The
 number of the graph task tells backward passes apart, so that a pass that never reaches the parameter does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-
-class Listener(Protocol):
-    """What the hooks tell."""
-
-    def forward(self, layer: int, arguments: tuple[tuple[Any, ...], dict[str, Any]], task: int) -> Any:
-        """A layer is called with gradients on; the answer is given back when its error signal arrives."""
-
-    def backward(self, layer: int, visit: Any, error: Tensor, task: int) -> None:
-        """An error signal arrives at a layer's output."""
-
-    def counted(self, layer: int, parameter: str, task: int) -> None:
-        """A parameter's .grad has just been added to."""
+from dualform.errors import RecordingError
+from dualform.layers.rules import rule_for
+from dualform.record.ledger import Ledger, ModuleLedger, ParameterLedger, Visit
 
 
 def graph_task() -> int:
@@ -34,19 +25,46 @@ def graph_task() -> int:
 
 
 class Capture:
-    """Hooks on a model and on the parameters of its recorded layers, until removed."""
+    """Hooks on a model and on the parameters of its recorded modules, until removed."""
 
-    def __init__(self, model: nn.Module, listener: Listener, before_forward: Callable[[], None]):
-        self._listener = listener
+    def __init__(self, model: nn.Module, ledger: Ledger, before_forward: Callable[[], None]):
+        self._ledger = ledger
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         # Hooks are plain functions: a deep copy of the model shares them, and they know that it is another one
         self._handles.append(model.register_forward_pre_hook(lambda module, _: before_forward()))
 
-    def add(self, number: int, module: nn.Module) -> None:
-        """Hook a layer."""
-        self._handles.append(module.register_forward_hook(self._forward(number, module), with_kwargs=True))
-        self._watch(number, module)
+    def add(self, entry: ModuleLedger) -> None:
+        """Hook a module."""
+        rule = rule_for(entry.module)
+        assert rule is not None
+        begun: list[Any] = []
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if module is not entry.module or not torch.is_grad_enabled():
+                return
+            if torch.compiler.is_compiling():
+                raise RecordingError(
+                    f"layer {entry.name!r} is being compiled (torch.compile), and hooks inside a compiled graph see no error "
+                    f"signals. Record the model without compiling it."
+                )
+            self._watch(entry)
+            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
+                if any(tensor.requires_grad for tensor in watch.outputs):
+                    visit = self._ledger.forward(entry, watch, graph_task())
+                    for place, tensor in enumerate(watch.outputs):
+                        if tensor.requires_grad:
+                            tensor.register_hook(self._arrived(visit, place))  # type: ignore[no-untyped-call]
+
+        if rule.begin is not None:
+            begin = rule.begin
+
+            def before(module: nn.Module, args: Any) -> None:
+                begun[:] = [begin(module)]
+
+            self._handles.append(entry.module.register_forward_pre_hook(before))
+        self._handles.append(entry.module.register_forward_hook(after, with_kwargs=True))
+        self._watch(entry)
 
     def remove(self) -> None:
         """Leave model and parameters as they were."""
@@ -54,25 +72,16 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
-    def _forward(self, number: int, original: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if module is not original or not isinstance(output, Tensor) or not output.requires_grad:
-                return
-            self._watch(number, module)
-            visit = self._listener.forward(number, (args, kwargs), graph_task())
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda error: self._listener.backward(number, visit, error, graph_task())
-            )
+    def _arrived(self, visit: Visit, place: int) -> Callable[[Tensor], None]:
+        return lambda error: self._ledger.backward(visit, place, error, graph_task())
 
-        return hook
-
-    def _watch(self, number: int, module: nn.Module) -> None:
+    def _watch(self, entry: ModuleLedger) -> None:
         """Hook the parameters that can have a gradient now: a frozen layer may be thawed later."""
-        for name in ("weight", "bias"):
-            parameter = getattr(module, name)
-            if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._counted(number, name)))
+        for ledger in entry.parameters:
+            if ledger.parameter.requires_grad and id(ledger.parameter) not in self._hooked:
+                self._hooked.add(id(ledger.parameter))
+                hook = self._counted(ledger)
+                self._handles.append(ledger.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _counted(self, number: int, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self._listener.counted(number, name, graph_task())
+    def _counted(self, ledger: ParameterLedger) -> Callable[[Tensor], None]:
+        return lambda _: self._ledger.counted(ledger, graph_task())

@@ -1,81 +1,146 @@
-"""Which layers of a model are recorded, and why the others are not."""
+"""Which modules of a model are recorded, and why the others are not."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.layers.rules import Rule, refusal, rule_for
+from dualform.layers.rules import parts_of, refusal, rule_for
+from dualform.layers.streams import Layer
 from dualform.store import format as store
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layer to be recorded."""
+    """A module to be recorded, with its layers and the parameters that they use, by full name."""
 
     name: str
     module: nn.Module
-    rule: Rule
+    layers: list[Layer]
+    parameters: dict[str, nn.Parameter]
 
 
 NOT_OPTIMIZED = "its weight is in no optimizer given to record()"
 
 
 def choose(
-    model: nn.Module, optimizers: Sequence[Optimizer], wanted: str | Collection[str] | None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    wanted: str | Collection[str] | None,
+    outputs: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[list[Chosen], list[Chosen], dict[str, str]]:
-    """The layers to record, in the model's order; those that only lack an optimizer; the reasons for all left out."""
+    """The modules to record, in the model's order; those that only lack an optimizer; the reasons for all left out."""
     optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    shared: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for p in module._parameters.values():
-            if p is not None and uses[id(p)] > 1:
-                shared.setdefault(id(p), []).append(name)
+    names = {id(p): name for name, p in model.named_parameters()}
     patterns = [wanted] if isinstance(wanted, str) else list(wanted or ["*"])
     matched: set[str] = set()
-    chosen, waiting, left_out = [], [], {}
+    chosen, waiting, left_out = list[Chosen](), list[Chosen](), dict[str, str]()
+    inside = {id(inner) for module in model.modules() for inner in parts_of(module)}
     for name, module in model.named_modules():
         rule = rule_for(module)
+        if rule is None or id(module) in inside or not any(True for _ in module.parameters()):
+            continue
         fits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        if rule is None or not fits:
+        if not fits:
             continue
         matched.update(fits)
         reason = refusal(module)
-        if reason is None:
-            weight = module.weight
-            if id(weight) in shared:
-                reason = f"its weight is shared by {' and '.join(map(repr, shared[id(weight)]))}"
-            elif id(weight) not in optimized:
-                reason = NOT_OPTIMIZED
-        if reason is None:
-            chosen.append(Chosen(name, module, rule))
-        else:
+        if reason is not None:
             left_out[name] = reason
-            if reason == NOT_OPTIMIZED:
-                waiting.append(Chosen(name, module, rule))
+            continue
+        layers = rule.layers(module, name, lambda short, module=module: names[id(module.get_parameter(short))])  # type: ignore[misc]
+        full = {
+            names[id(p)]: p for p in module.parameters() if names[id(p)] in {n for y in layers for n in y.parameters}
+        }
+        one = Chosen(name, module, [_narrowed(layer, outputs or {}) for layer in layers], full)
+        if any(id(p) in optimized for p in full.values()):
+            chosen.append(one)
+        else:
+            left_out[name] = NOT_OPTIMIZED
+            waiting.append(one)
     unmatched = [pattern for pattern in patterns if pattern not in matched]
     if wanted is not None and unmatched:
         known = ", ".join(repr(name) for name, module in model.named_modules() if rule_for(module))
         raise RecordingError(f"layers={unmatched} names no layer that can be recorded. There are: {known or 'none'}.")
+    chosen = _whole(model, chosen, left_out)
     if not chosen:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
-        raise RecordingError(f"the model has no layer to record. {why or 'It has no nn.Linear.'}")
+        raise RecordingError(f"the model has no layer to record. {why or 'It has no layer of a known type.'}")
+    _check_outputs(chosen, outputs or {})
+    if wanted is None:
+        left_out.update(_uncovered(model, [*chosen, *waiting], left_out, optimized))
     return chosen, waiting, left_out
 
 
-def described(layer: Chosen, names: dict[str, str]) -> tuple[store.Layer, list[store.Parameter]]:
-    """How a store describes a layer and its parameters. names: short name → full name."""
-    d_out, d_in = layer.module.weight.shape  # type: ignore[misc]
-    entered = store.Layer(layer.name, layer.rule.kind, int(d_in), int(d_out), names["weight"], names.get("bias"))
-    parameters = [
-        store.Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-        for name, p in ((name, getattr(layer.module, short)) for short, name in names.items())
-    ]
-    return entered, parameters
+def _narrowed(layer: Layer, outputs: Mapping[str, Sequence[int]]) -> Layer:
+    """A layer of which only some output units' error signals are kept."""
+    if layer.name not in outputs:
+        return layer
+    units = sorted({int(unit) for unit in outputs[layer.name]})
+    if not units or not 0 <= units[0] <= units[-1] < layer.d_out:
+        raise RecordingError(f"outputs={{{layer.name!r}: …}}: expected some units from 0 to {layer.d_out - 1}.")
+    if any(use.role != "weight" or use.rows or use.groups > 1 or use.errors for use in layer.bilinear()):
+        raise RecordingError(
+            f"outputs={{{layer.name!r}: …}}: only for layers like nn.Linear, whose rows are independent."
+        )
+    return replace(layer, outputs=tuple(units))
+
+
+def _check_outputs(chosen: Sequence[Chosen], outputs: Mapping[str, Sequence[int]]) -> None:
+    layers = [layer for one in chosen for layer in one.layers]
+    for name in outputs:
+        if name not in {layer.name for layer in layers}:
+            known = ", ".join(repr(layer.name) for layer in layers)
+            raise RecordingError(f"outputs names {name!r}, which is not recorded. Recorded layers: {known}.")
+    for layer in layers:
+        tied = [other.name for other in layers if other is not layer and set(other.parameters) & set(layer.parameters)]
+        if layer.outputs and tied:
+            raise RecordingError(
+                f"outputs={{{layer.name!r}: …}}: its weight is shared with {', '.join(map(repr, tied))}, which needs all of it."
+            )
+
+
+def _whole(model: nn.Module, chosen: list[Chosen], left_out: dict[str, str]) -> list[Chosen]:
+    """Without modules whose parameters are used by others too that are not recorded: their slots would not be all."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), []).append(name)
+    while True:
+        names = {one.name for one in chosen} | {f"{one.name}.out_proj".lstrip(".") for one in chosen}
+        lost = {}
+        for one in chosen:
+            for p in one.parameters.values():
+                others = [name for name in owners[id(p)] if name not in names]
+                if others:
+                    lost[one.name] = f"its weight is shared by {' and '.join(map(repr, others))}, which is not recorded"
+        if not lost:
+            return chosen
+        left_out.update(lost)
+        chosen = [one for one in chosen if one.name not in lost]
+
+
+def _uncovered(
+    model: nn.Module, covered: Sequence[Chosen], left_out: Mapping[str, str], optimized: Collection[int]
+) -> dict[str, str]:
+    """Parameters that no rule covers."""
+    ids = {id(p) for one in covered for p in one.parameters.values()}
+    found = {}
+    for name, module in model.named_modules():
+        if any(name == lost or name.startswith(f"{lost}.") for lost in left_out):
+            continue
+        for short, p in module._parameters.items():
+            if p is not None and id(p) not in ids and id(p) in optimized:
+                found[f"{name}.{short}" if name else short] = f"no rule covers a parameter of {type(module).__name__}"
+    return found
+
+
+def described(parameters: Mapping[str, nn.Parameter]) -> list[store.Parameter]:
+    """How a store describes parameters."""
+    return [store.Parameter(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()]

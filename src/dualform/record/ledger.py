@@ -1,4 +1,8 @@
-"""The ledger: what was captured since the last step, layer by layer, until an optimizer turns it into an update."""
+"""The ledger: what was captured since the last step, until an optimizer turns it into an update.
+
+A parameter has a chain of links, one for each backward pass that added to its gradient; a layer has calls, the slots of each
+pass. A parameter may be used by several layers (tied weights), a layer may use several parameters.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,17 @@ from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError
 from dualform.layers import axes
+from dualform.layers.found import Found, Watch
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors, part
+from dualform.layers.streams import Layer, Use, joined
 from dualform.record import audit
-from dualform.record.choose import Chosen
 from dualform.record.columns import Batch
-from dualform.store.encoding import Encoded, Pool, encode
+from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
+
+THROWN = 8
+"""How many backward passes are kept after their gradients were thrown away."""
+PARTS = 8
+"""Between steps, one part in so many of a weight is looked at, another one each time."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +39,22 @@ class StoreAs:
     pool: Pool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Visit:
-    """One call of a layer in a forward pass."""
+    """One call of a module in a forward pass."""
 
     serial: int
+    module: ModuleLedger
     batch: Batch | None
-    key: Tensor
+    watch: Watch
     problem: DualformError | None
+    errors: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """By backward pass: the gradients of what came out, as they arrive."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A visit whose error signal has arrived: slots, copied."""
+    """A visit whose error signals have arrived: slots, copied."""
 
     serial: int
     batch: Batch
@@ -49,80 +63,24 @@ class Call:
     keys: Encoded
     errors: Encoded | None
     may_repeat: bool
+    shape: tuple[int, ...] = ()
+    """Of feature maps: how many there are for each row, and their size."""
 
 
 @dataclass
-class Pass:
-    """One backward pass through one layer."""
+class Link:
+    """What one backward pass added to a parameter's gradient."""
 
     task: int
-    before: dict[str, audit.Seen | None]
-    added: dict[str, audit.Seen]
-    scale: dict[str, float]
-    calls: list[Call] = field(default_factory=list)
-    counted: set[str] = field(default_factory=set)
-    problem: DualformError | None = None
+    before: audit.Seen | None
+    added: audit.Seen
+    scale: float = 0.0
+    counted: bool = False
+    roundoff: float = 0.0
 
-    def link(self, name: str) -> audit.Link:
-        """What the audit of a parameter needs to know."""
-        return audit.Link(self.before[name], self.added[name], self.scale[name])
-
-
-PARTS = 8
-"""Between steps, one part in so many of a weight is looked at, another one each time."""
-
-
-THROWN = 8
-"""How many backward passes are kept after their gradients were thrown away."""
-
-
-class Watched:
-    """What a parameter looked like after its last update: has anything else changed it since?
-
-    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a weight, an
-    eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
-    """
-
-    def __init__(self, ledger: LayerLedger, name: str, parameter: Tensor):
-        self._ledger, self._name, self._turn = ledger, name, 0
-        self._part = max(1, -(-parameter.shape[0] // PARTS))
-        # A weight of few rows has fewer parts: none of them may be empty
-        self._turns = PARTS if name == "bias" else max(1, -(-parameter.shape[0] // self._part))
-        self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(parameter.shape[-1])
-        self.remember(parameter)
-
-    def remember(self, parameter: Tensor) -> None:
-        """The parameter has just been updated."""
-        self._seen = self._ledger.seen(self._name, parameter)
-        self._mark = (parameter._version, parameter.data_ptr())
-
-    @property
-    def fingerprint(self) -> float:
-        """One number that tells what was remembered: r · (W R)."""
-        return float(self._ledger.mixed[: self._seen.size] @ self._seen)
-
-    @property
-    def size(self) -> float:
-        """About how large the fingerprint can be: the norm of what was remembered."""
-        return _norm(self._seen)
-
-    def changed(self, parameter: Tensor) -> bool:
-        """Whether it is no longer what it was."""
-        known, part = self._seen, parameter.detach()
-        if self._mark == (parameter._version, parameter.data_ptr()):
-            self._turn = (self._turn + 1) % self._turns
-            if self._name == "bias":
-                if self._turn:
-                    return False
-            else:
-                low, high = self._turn * self._part, (self._turn + 1) * self._part
-                columns = self._ledger.columns
-                known, part = known[low * columns : high * columns], part[low:high]
-        now = self._ledger.seen(self._name, part)
-        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
-        if _norm(now - known) <= self._slack * _norm(known):
-            return False
-        return not np.array_equal(now, known, equal_nan=True)
+    def seen(self) -> audit.Link:
+        """What the audit needs to know."""
+        return audit.Link(self.before, self.added, self.scale)
 
 
 def roundoff(tensor: Tensor) -> float:
@@ -130,115 +88,246 @@ def roundoff(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps / 2
 
 
-class LayerLedger:
-    """The backward passes of one layer since its last update."""
+def _norm(flat: np.ndarray[Any, Any]) -> float:
+    return math.sqrt(float(flat @ flat))
 
-    def __init__(self, layer: Chosen, seed: int):
-        self.layer = layer
-        self.module = layer.module
-        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(layer.name.encode()) >> 2)
-        weight = self.parameters()["weight"]
-        self.d_out, self.d_in = weight.shape
-        self.random = audit.random_columns(self.d_in, self.d_out, weight.dtype, generator)
-        self.columns = self.random.shape[1]
-        self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(self.d_out * self.columns)
-        self.watched = {name: Watched(self, name, p) for name, p in self.parameters().items()}
-        self.called = False
-        self.passes: list[Pass] = []
-        self.stored: list[Pass] = []
-        """Those that the open step has stored already: weight and bias may belong to different optimizers."""
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The layer's parameters by their short name."""
-        return {n: p for n in ("weight", "bias") if (p := getattr(self.module, n)) is not None}
+class ParameterLedger:
+    """One parameter: the backward passes since its last update, and what it looked like after that.
 
-    def seen(self, name: str, tensor: Tensor) -> audit.Seen:
-        """A parameter-shaped tensor as the audit sees it; a copy."""
-        tensor = tensor.detach()
-        if name == "weight":
-            tensor = tensor @ self._random_like(tensor)
-        seen: audit.Seen = tensor.cpu().numpy().astype(np.float64).ravel()
+    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a weight, an
+    eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
+    """
+
+    def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int):
+        self.number, self.name, self.parameter = number, name, parameter
+        self.is_matrix = parameter.dim() > 1
+        rows = parameter.shape[0] if parameter.dim() else 1
+        columns = parameter.numel() // max(rows, 1) if self.is_matrix else 1
+        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
+        self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
+        self.columns = self.random.shape[1] if self.is_matrix else 1
+        self.rows = rows
+        self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
+        self.links: list[Link] = []
+        self._turn, self._part = 0, max(1, -(-rows // PARTS))
+        # A weight of few rows has fewer parts: none of them may be empty
+        self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
+        self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(columns)
+        self.remember()
+
+    def seen(self, tensor: Tensor) -> audit.Seen:
+        """A tensor like the parameter (or some of its rows) as the audit sees it; a copy."""
+        seen: audit.Seen = self._projected(tensor.detach()).cpu().numpy().astype(np.float64).ravel()
         return seen
 
-    def _random_like(self, tensor: Tensor) -> Tensor:
+    def _projected(self, tensor: Tensor) -> Tensor:
+        if not self.is_matrix:
+            return tensor
+        matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+        return matrix @ self.random_like(matrix)
+
+    def random_like(self, tensor: Tensor) -> Tensor:
+        """R in the type and place of a tensor."""
         random = self.random
         if tensor.dtype is not random.dtype or tensor.device != random.device:
             random = random.to(tensor.device, tensor.dtype)
         return random
 
-    def current(self, task: int) -> Pass:
-        """The pass of a graph task: begun at its first error signal, before anything is added to .grad."""
-        for entry in reversed(self.passes):
-            if entry.task == task:
-                return entry
-        gradients = {name: p.grad for name, p in self.parameters().items()}
-        if all(g is None for g in gradients.values()):
-            del self.passes[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
-        entry = Pass(
-            task,
-            before={name: None if g is None else self.seen(name, g) for name, g in gradients.items()},
-            added={name: np.zeros(self.d_out * (self.columns if name == "weight" else 1)) for name in gradients},
-            scale=dict.fromkeys(gradients, 0.0),
-        )
-        self.passes.append(entry)
-        return entry
+    # Watching it between steps
 
-    def add(self, entry: Pass, visit: Visit, error: Tensor, layout: axes.Layout, store_as: StoreAs) -> None:
-        """Add the slots of one call to a pass."""
+    def remember(self, value: Tensor | None = None) -> None:
+        """It has just been updated. value: what it is, if not the parameter's own value."""
+        now = self._projected((self.parameter if value is None else value).detach()).cpu().numpy().ravel()
+        self._seen = now if self.is_matrix else now.copy()
+        self._mark = (self.parameter._version, self.parameter.data_ptr())
+
+    @property
+    def fingerprint(self) -> float:
+        """One number that tells what was remembered: r · (W R)."""
+        return float(self.mixed @ self._seen)
+
+    @property
+    def size(self) -> float:
+        """About how large the fingerprint can be: the norm of what was remembered."""
+        return _norm(self._seen.astype(np.float64))
+
+    def changed(self) -> bool:
+        """Whether it is no longer what it was."""
+        known, now = self._seen, self.parameter.detach()
+        if self._mark == (self.parameter._version, self.parameter.data_ptr()):
+            self._turn = (self._turn + 1) % self._turns
+            if self.is_matrix:
+                low, high = self._turn * self._part, (self._turn + 1) * self._part
+                known, now = known[low * self.columns : high * self.columns], now[low:high]
+            elif self._turn:
+                return False
+        found = self._projected(now).cpu().numpy().ravel()
+        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+        if _norm(found - known) <= self._slack * _norm(known):
+            return False
+        return not np.array_equal(found, known, equal_nan=True)
+
+    # Backward passes
+
+    def link(self, task: int) -> Link:
+        """The link of a graph task: begun at its first error signal, before anything is added to .grad."""
+        for link in reversed(self.links):
+            if link.task == task:
+                return link
+        gradient = self.parameter.grad
+        if gradient is None:
+            del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
+        link = Link(task, None if gradient is None else self.seen(gradient), np.zeros(self.rows * self.columns))
+        self.links.append(link)
+        return link
+
+    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, norm: float) -> None:
+        """Add what some slots say was added to the gradient. norm: of the error signals."""
+        link = self.link(task)
+        own, low = link.added.reshape(self.rows, self.columns), 0
+        if use.rows:
+            low, high = use.rows
+            own = own[low:high]
+        used = part(errors, use.errors)
+        if use.role == "bias":
+            own += used.sum(0).cpu().numpy()[:, None]
+            link.scale += norm * math.sqrt(len(errors))
+        elif use.role == "scale":
+            parts = keys.vectors()
+            own += parts.sum(0).cpu().numpy()[:, None]
+            link.scale += math.sqrt(len(parts)) * float(torch.linalg.vector_norm(parts))
+        elif use.role == "weight":
+            projected = keys.project(self.random_like(errors), use.keys, use.groups)
+            if use.groups == 1:
+                own += (used.T @ projected).cpu().numpy()
+            else:
+                apart = used.reshape(len(used), use.groups, -1)
+                own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
+            link.scale += norm * _norm(projected.cpu().numpy().ravel())
+        else:
+            projected = used @ self.random_like(errors)
+            own += keys.outer(projected).T.cpu().numpy()
+            size = (
+                math.sqrt(len(errors)) if isinstance(keys, Numbers) else float(torch.linalg.vector_norm(keys.vectors()))
+            )
+            link.scale += size * _norm(projected.cpu().numpy().ravel())
+        if errors.dtype != self.parameter.dtype:
+            link.roundoff = max(link.roundoff, roundoff(errors))
+
+
+class LayerLedger:
+    """The slots of one layer since its last update."""
+
+    def __init__(self, number: int, layer: Layer, parameters: dict[str, ParameterLedger]):
+        self.number, self.layer = number, layer
+        self.uses = [(use, parameters[use.parameter]) for use in layer.uses]
+        self.calls: dict[int, list[Call]] = {}
+        """By backward pass."""
+        self.problems: dict[int, DualformError] = {}
+        self.stored: set[int] = set()
+        """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
+        self.consumed: set[int] = set()
+        """Those that an earlier step has stored."""
+
+    def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
+        """Add the slots of one call."""
         assert visit.batch is not None
-        keys, errors = layout.slots(visit.key.detach()), layout.slots(error.detach())
-        projected = keys @ self._random_like(keys)
+        assert found.errors is not None
+        layer, detached = self.layer, found.keys.detach()
+        positions, shape = layout.positions, tuple[int, ...]()
+        keys: Keys
+        if layer.geometry is not None:
+            size = tuple(detached.shape[2:])
+            stored = layout.slots(detached.flatten(1))
+            keys = Maps(stored.reshape(-1, layer.geometry.channels, *size), layer.geometry)
+            errors = layout.slots(found.errors.flatten(1)).reshape(-1, found.errors.shape[-1])
+            shape, positions = (positions, *size), positions * math.prod(layer.geometry.positions(size))
+        else:
+            stored, errors = layout.slots(detached), layout.slots(found.errors.detach())
+            keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
         norms = torch.linalg.vector_norm(errors, dim=1).cpu().numpy()
-        size = _norm(norms)
-        entry.added["weight"] += (errors.T @ projected).cpu().numpy().ravel()
-        entry.scale["weight"] += size * _norm(projected.cpu().numpy().ravel())
-        if "bias" in entry.added:
-            entry.added["bias"] += errors.sum(0).cpu().numpy()
-            entry.scale["bias"] += size * math.sqrt(len(errors))
-        entry.calls.append(
+        size_of_errors = _norm(norms)
+        for use, parameter in self.uses:
+            if parameter.parameter.requires_grad:
+                parameter.add(task, use, keys, errors, size_of_errors)
+        kept_errors = None
+        if store_as.keep != "keys":
+            if layer.outputs:
+                errors, norms = errors[:, list(layer.outputs)], None
+            kept_errors = encode(errors, store_as.dtype, store_as.pool, f"{layer.name}.error", norms)
+        self.calls.setdefault(task, []).append(
             Call(
                 visit.serial,
                 visit.batch,
                 layout.rows,
-                layout.positions,
-                encode(keys, store_as.dtype, store_as.pool, f"{self.layer.name}.key"),
-                encode(errors, store_as.dtype, store_as.pool, f"{self.layer.name}.error", norms)
-                if store_as.keep != "keys"
-                else None,
-                not visit.key.requires_grad,
+                positions,
+                encode_numbers(stored)
+                if layer.form == "numbers"
+                else encode(stored, store_as.dtype, store_as.pool, f"{layer.name}.key"),
+                kept_errors,
+                layer.form == "vectors" and layer.kind == "linear" and not visit.watch.key.requires_grad,
+                shape,
             )
         )
 
+    def forget(self, tasks: set[int] | None = None) -> None:
+        """Forget the slots of some backward passes (default: all)."""
+        gone = set(self.calls) | set(self.problems) if tasks is None else tasks
+        for task in gone:
+            self.calls.pop(task, None)
+            self.problems.pop(task, None)
 
-def _norm(flat: np.ndarray[Any, Any]) -> float:
-    return math.sqrt(float(flat @ flat))
+
+class ModuleLedger:
+    """One module, with the layers that it has."""
+
+    def __init__(self, name: str, module: nn.Module, layers: list[LayerLedger]):
+        self.name, self.module, self.layers = name, module, layers
+        self.by_name = {layer.layer.name: layer for layer in layers}
+        self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
+        self.called = False
+        self.pending: list[Visit] = []
+        """Visits with several outputs: their slots are found once all gradients have arrived."""
 
 
 class Ledger:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
 
     def __init__(self, *, store_as: StoreAs, batch_axis: dict[str, int], seed: int):
+        self.modules: list[ModuleLedger] = []
         self.layers: list[LayerLedger] = []
+        self.parameters: dict[int, ParameterLedger] = {}
+        """By the parameter's id."""
         self.seed = seed
-        """The recording's private random seed; each layer's R is drawn from it and the layer's name."""
+        """The recording's private random seed; each parameter's R is drawn from it and the parameter's name."""
         self.batch: Batch | None = None
-        self.spent: set[int] = set()
-        """Layers whose update has happened since the last batch() call: new slots there have no rows."""
+        self.spent: set[ModuleLedger] = set()
+        """Modules whose update has happened since the last batch() call: new slots there have no rows."""
         self.calls_since_backward = 0
         """How many batch() calls there were since the last backward pass."""
         self.pending = False
         """Whether gradients have arrived since the last update."""
         self.store_as, self._batch_axis = store_as, batch_axis
         self._serial = 0
+        self._users: dict[int, list[ModuleLedger]] = {}
 
-    def add_layer(self, layer: Chosen) -> int:
-        """Enter a layer; gives its number."""
-        return self.adopt(LayerLedger(layer, self.seed))
+    def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
+        """Enter a module. named: the parameters that its layers use, by full name."""
+        mine = {full: self.parameter(full, p) for full, p in named.items()}
+        entered = [LayerLedger(len(self.layers) + i, layer, mine) for i, layer in enumerate(layers)]
+        self.layers += entered
+        ledger = ModuleLedger(name, module, entered)
+        self.modules.append(ledger)
+        for p in ledger.parameters:
+            self._users.setdefault(id(p.parameter), []).append(ledger)
+        return ledger
 
-    def adopt(self, ledger: LayerLedger) -> int:
-        """Enter a layer that has a ledger already; gives its number."""
-        self.layers.append(ledger)
-        return len(self.layers) - 1
+    def parameter(self, name: str, parameter: nn.Parameter) -> ParameterLedger:
+        """The ledger of a parameter; made if there is none yet."""
+        if id(parameter) not in self.parameters:
+            self.parameters[id(parameter)] = ParameterLedger(len(self.parameters), name, parameter, self.seed)
+        return self.parameters[id(parameter)]
 
     def begin(self, batch: Batch) -> None:
         """A new batch() call."""
@@ -246,57 +335,91 @@ class Ledger:
         self.spent.clear()
         self.calls_since_backward += 1
 
-    def forward(self, layer: int, arguments: tuple[tuple[Any, ...], dict[str, Any]], task: int) -> Visit:
-        """A layer is called with gradients on."""
-        entry = self.layers[layer]
-        entry.called = True
-        key = entry.layer.rule.key(arguments)
+    def forward(self, module: ModuleLedger, watch: Watch, task: int) -> Visit:
+        """A module has been called with gradients on."""
+        module.called = True
         problem: DualformError | None = None
         if task < 0:
-            entry.passes = [p for p in entry.passes if p.counted]  # autograd.grad: never reached the parameter
+            self._drop_uncounted(module)
         elif self.calls_since_backward > 1:
             problem = BatchError(
-                f"layer {entry.layer.name!r} was run again during a backward pass (activation checkpointing) after "
+                f"layer {module.name!r} was run again during a backward pass (activation checkpointing) after "
                 f"{self.calls_since_backward} batch() calls, so its rows could be of any of them. Call batch(), forward "
                 f"and backward in turn for each microbatch, or use checkpoint(…, use_reentrant=False)."
             )
+        key = watch.key
         if self.batch is None:
             problem = BatchError(
                 "no recorder.batch() call before this step. Call recorder.batch(sample_id=…, …) with one entry per "
                 "row before each forward pass that is trained on."
             )
-        elif layer in self.spent:
+        elif module in self.spent:
             problem = BatchError(
-                f"layer {entry.layer.name!r} was trained on again without a new recorder.batch() call since its last "
+                f"layer {module.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
         elif key.dim() == 2 and (axis := axes.flattened_from(key, self.batch.rows)) is not None:
             self.batch.flattened[len(key)] = axis
         self._serial += 1
-        return Visit(self._serial, self.batch, key, problem)
+        return Visit(self._serial, module, self.batch, watch, problem)
 
-    def backward(self, layer: int, visit: Visit, error: Tensor, task: int) -> None:
-        """An error signal arrives."""
+    def _drop_uncounted(self, module: ModuleLedger) -> None:
+        """Passes that never reached a parameter: autograd.grad."""
+        counted = {link.task for p in module.parameters for link in p.links if link.counted}
+        for p in module.parameters:
+            p.links = [link for link in p.links if link.counted]
+        for layer in module.layers:
+            layer.forget({task for task in (*layer.calls, *layer.problems) if task not in counted})
+        module.pending.clear()
+
+    def backward(self, visit: Visit, place: int, error: Tensor, task: int) -> None:
+        """An error signal arrives at one of a visit's outputs."""
         self.calls_since_backward = 0
-        ledger = self.layers[layer]
-        entry = ledger.current(task)
+        module = visit.module
+        for p in module.parameters:
+            if p.parameter.requires_grad:
+                p.link(task)
         if visit.problem is not None or visit.batch is None:
-            entry.problem = visit.problem
+            assert visit.problem is not None
+            for layer in module.layers:
+                layer.problems[task] = visit.problem
             return
-        try:
-            layout = self._layout(ledger, visit)
-        except DualformError as problem:
-            entry.problem = problem
+        if len(visit.watch.outputs) == 1:
+            self._slots(visit, [error], task)
             return
-        ledger.add(entry, visit, error, layout, self.store_as)
+        arrived = visit.errors.setdefault(task, [None] * len(visit.watch.outputs))
+        before = arrived[place]
+        arrived[place] = error.detach() if before is None else before + error.detach()
+        if visit not in module.pending:
+            module.pending.append(visit)
 
-    def counted(self, layer: int, parameter: str, task: int) -> None:
+    def counted(self, parameter: ParameterLedger, task: int) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
         self.pending = True
-        self.layers[layer].current(task).counted.add(parameter)
+        for module in self._users[id(parameter.parameter)]:
+            waiting = [visit for visit in module.pending if task in visit.errors]
+            for visit in waiting:
+                self._slots(visit, visit.errors.pop(task), task)
+                if not visit.errors:
+                    module.pending.remove(visit)
+        parameter.link(task).counted = True
 
-    def _layout(self, ledger: LayerLedger, visit: Visit) -> axes.Layout:
+    def _slots(self, visit: Visit, errors: list[Tensor | None], task: int) -> None:
+        """All gradients of a visit are there: find its slots."""
+        module, found = visit.module, visit.watch.slots(errors)
+        for one in found:
+            layer = module.by_name[joined(module.name, one.layer)]
+            try:
+                layout = self._layout(module.name, layer.layer.name, visit, one)
+            except DualformError as problem:
+                layer.problems[task] = problem
+                continue
+            layer.add(task, visit, one, layout, self.store_as)
+
+    def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None
-        name, rows, lead = ledger.layer.name, visit.batch.rows, tuple(visit.key.shape[:-1])
-        told, known = self._batch_axis.get(name), visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None
-        return axes.layout(lead, rows, layer=name, axis=told, evidence=() if known is None else (known,))
+        count = found.keys.dim() - 1 if found.lead is None else found.lead
+        rows, lead = visit.batch.rows, tuple(found.keys.shape[:count])
+        told = self._batch_axis.get(layer, self._batch_axis.get(module, found.axis))
+        known = visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None
+        return axes.layout(lead, rows, layer=layer, axis=told, evidence=() if known is None else (known,))

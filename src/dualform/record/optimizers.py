@@ -1,6 +1,6 @@
 """What is read from an optimizer at each step. Its mathematics is in recursions.py, under the same name.
 
-A new optimizer is one function and one line in OPTIMIZERS here, and one recursion there.
+A new optimizer is one function and one line in OPTIMIZERS here, and one function and one line there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from dualform.errors import OptimizerError
+from dualform.recursions import KINDS, nadam_momentum
 
 
 @dataclass(frozen=True)
@@ -22,24 +23,82 @@ class Replay:
     kind: str
     settings: Callable[[dict[str, Any], dict[str, Any]], dict[str, float]]
     """(the parameter's group, its state before the step) → numbers."""
-    state: tuple[str, ...]
-    """The state tensors that belong to the initial part."""
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The state tensors that belong to the initial part."""
+        return KINDS[self.kind].state
+
+
+def _numbers(group: dict[str, Any], *names: str) -> dict[str, float]:
+    return {name: float(group[name]) for name in ("lr", "weight_decay", "maximize", *names)}
+
+
+def _count(state: dict[str, Any]) -> float:
+    """The number of this update, from 1."""
+    return float(state.get("step", 0)) + 1
 
 
 def _sgd(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return {
-        "lr": float(group["lr"]),
-        "momentum": float(group["momentum"]),
-        "dampening": float(group["dampening"]),
-        "weight_decay": float(group["weight_decay"]),
-        "nesterov": float(group["nesterov"]),
-        "maximize": float(group["maximize"]),
-        "fresh": float(state.get("momentum_buffer") is None),
-    }
+    fresh = float(state.get("momentum_buffer") is None)
+    return {**_numbers(group, "momentum", "dampening", "nesterov"), "fresh": fresh}
+
+
+def _betas(group: dict[str, Any], state: dict[str, Any], *names: str) -> dict[str, float]:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decoupled = float(group.get("decoupled_weight_decay", False))
+    more = {"beta1": beta1, "beta2": beta2, "count": _count(state), "decoupled": decoupled}
+    return {**_numbers(group, "eps", *names), **more}
+
+
+def _adam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return _betas(group, state, "amsgrad")
+
+
+def _adamw(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return {**_adam(group, state), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
+
+
+def _nadam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    numbers = _betas(group, state, "momentum_decay")
+    product = state.get("mu_product", torch.ones(()))  # PyTorch rounds it to its own type
+    return {**numbers, "mu_product": float(product * nadam_momentum(numbers, numbers["count"]))}
+
+
+def _radam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return _betas(group, state)
+
+
+def _adagrad(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return {**_numbers(group, "eps", "lr_decay"), "count": _count(state)}
+
+
+def _rmsprop(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return _numbers(group, "eps", "alpha", "centered", "momentum")
+
+
+def _adadelta(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+    return _numbers(group, "eps", "rho")
 
 
 OPTIMIZERS: dict[type[Optimizer], Replay] = {
-    torch.optim.SGD: Replay("sgd", _sgd, ("momentum_buffer",)),
+    torch.optim.SGD: Replay("sgd", _sgd),
+    torch.optim.AdamW: Replay("adam", _adamw),
+    torch.optim.Adam: Replay("adam", _adam),
+    torch.optim.NAdam: Replay("nadam", _nadam),
+    torch.optim.RAdam: Replay("radam", _radam),
+    torch.optim.Adagrad: Replay("adagrad", _adagrad),
+    torch.optim.RMSprop: Replay("rmsprop", _rmsprop),
+    torch.optim.Adadelta: Replay("adadelta", _adadelta),
+    torch.optim.Adamax: Replay("adamax", _radam),
+}
+NOT_LINEAR = {
+    "LBFGS": "it looks back over several gradients at once and may search along a line",
+    "Rprop": "it uses the signs of gradients only",
+    "Muon": "it makes each gradient orthogonal as a whole, so no slot has a part of its own",
+    "Adafactor": "it scales an update by its own size",
+    "SparseAdam": "it skips elements whose gradient is not there",
+    "ASGD": "it averages weights beside the recursion",
 }
 
 
@@ -74,7 +133,9 @@ def require_replay(optimizers: Iterable[Optimizer]) -> None:
     known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
     for optimizer in optimizers:
         if replay_for(optimizer) is None:
+            name = type(optimizer).__name__
+            why = NOT_LINEAR.get(name, "its update is not known to be linear in the gradients")
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot be replayed, so error signals would get no coefficient. Optimizers "
+                f"{name} cannot be replayed ({why}), so error signals would get no coefficient. Optimizers "
                 f'that can: {known}. Or record(…, keep="keys"): attention weights need no coefficients.'
             )

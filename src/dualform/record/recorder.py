@@ -22,7 +22,7 @@ from dualform.record.books import Books
 from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, choose, described
 from dualform.record.columns import read_batch
-from dualform.record.ledger import LayerLedger, Ledger, StoreAs
+from dualform.record.ledger import Ledger, ParameterLedger, StoreAs
 from dualform.record.totals import OnlineTotals, Wanted, groupings
 from dualform.store import format as store
 from dualform.store import records
@@ -46,6 +46,7 @@ def record(
     path: str | os.PathLike[str],
     *,
     layers: str | Collection[str] | None = None,
+    outputs: Mapping[str, Sequence[int]] | None = None,
     batch_axis: Mapping[str, int] | None = None,
     dtype: str | None = None,
     keep: str = "slots",
@@ -61,6 +62,8 @@ def record(
     """Record the training of a model into the folder `path`, from now until the recorder is closed.
 
     layers: names or globs of `model.named_modules()`; default: all that can be recorded.
+    outputs: {layer: units} keeps error signals only for some output units of a huge layer; its attention weights stay whole,
+    and so do contributions to these units; it cannot be masked, nor rebuilt between snapshots.
     batch_axis: for layers whose rows cannot be found, the axis of their input that holds them.
     dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
     rounding. "float16" takes half the disk.
@@ -86,24 +89,27 @@ def record(
             raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
+    refuse_wrapped(model)
     several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
     if keep != "keys":
         optimizers.require_replay(several)
-    chosen, waiting, left_out = choose(model, several, layers)
+    chosen, waiting, left_out = choose(model, several, layers, outputs)
+    if outputs and any(grouping.kind != "keys" for grouping in wanted):
+        raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
     for name, axis in (batch_axis or {}).items():
         if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
             raise RecordingError(f"batch_axis={{{name!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …")
-        if name not in {layer.name for layer in (*chosen, *waiting)}:
+        if name not in {n for one in (*chosen, *waiting) for n in (one.name, *(layer.name for layer in one.layers))}:
             raise RecordingError(
                 f"batch_axis names {name!r}, which is not recorded. Recorded layers: "
-                f"{', '.join(repr(layer.name) for layer in chosen)}."
+                f"{', '.join(repr(one.name) for one in chosen)}."
             )
     if left_out:
         listed = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"not recorded: {listed}", stacklevel=2)
     if dtype is None:
-        wide = any(p.dtype == torch.float64 for layer in chosen for p in layer.module.parameters(recurse=False))
+        wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
         dtype = "float64" if wide else "float32"
     folder = Path(path)
     seed = int.from_bytes(os.urandom(6), "little")
@@ -115,17 +121,18 @@ def record(
         seed = int(before.settings["seed"])
     if before is not None:  # layers that entered during training come last in the store
         order = {layer.name: number for number, layer in enumerate(before.layers)}
-        chosen.sort(key=lambda layer: order.get(layer.name, len(order)))
+        chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
     ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes)), batch_axis=dict(batch_axis or {}), seed=seed)
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
-    layers_entered, parameters = _enter(ledger, books, chosen)
+    for one in chosen:
+        ledger.enter(one.name, one.module, one.layers, one.parameters)
     manifest = store.Manifest(
         version=store.VERSION,
         created_by=f"dualform {__version__}, torch {torch.__version__}",
         keep=keep,
         dtype=dtype,
-        layers=tuple(layers_entered),
-        parameters=tuple(parameters),
+        layers=tuple(layer.layer for layer in ledger.layers),
+        parameters=tuple(described({p.name: p.parameter for p in ledger.parameters.values()})),
         left_out=left_out,
         batch_axis=dict(batch_axis or {}),
         settings={"seed": str(seed)},
@@ -135,8 +142,8 @@ def record(
         manifest = resuming.go_on(folder, before, manifest, ledger, books)
         kept = resuming.totals(folder, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
-    sums = OnlineTotals(manifest, wanted, totals_bytes, kept) if wanted else None
     weights = snapshot_of(model, books)
+    sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = ledger.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes)
@@ -149,21 +156,23 @@ def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor)
     }
-    for place, name, value in books.optimizer_state():
-        tensors[f"state.{place.name}.{name}"] = value.detach().cpu().clone().contiguous()
+    for ledger, name, value in books.optimizer_state():
+        tensors[f"state.{ledger.name}.{name}"] = value.detach().cpu().clone().contiguous()
     return tensors
 
 
-def _enter(ledger: Ledger, books: Books, chosen: list[Chosen]) -> tuple[list[store.Layer], list[store.Parameter]]:
-    """Enter layers into ledger and books; gives how a store describes them and their parameters."""
-    layers, parameters = [], []
-    for layer in chosen:
-        number = ledger.add_layer(layer)
-        names = books.enter(number, layer.name)
-        entered, theirs = described(layer, names)
-        layers.append(entered)
-        parameters.extend(theirs)
-    return layers, parameters
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse models that run as something else than themselves."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RecordingError(
+            f"{type(model).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
+            f"with a single process and device, record(model.module, …)."
+        )
+    if hasattr(model, "_orig_mod") or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+        raise RecordingError(
+            "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
+            "without compiling it."
+        )
 
 
 class Recorder:
@@ -195,13 +204,15 @@ class Recorder:
         self._early_log: dict[str, float] = {}
         self._since_snapshot = 0
         self._closed = False
-        self._waiting = [LayerLedger(layer, ledger.seed) for layer in waiting]
+        self._waiting = [
+            (one, [ParameterLedger(-1, name, p, ledger.seed) for name, p in one.parameters.items()]) for one in waiting
+        ]
         self._optimized = self._count_optimized()
         books.remember(range(len(optimizer)), None)
         self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, books).values())
         self._capture = Capture(model, self._ledger, before_forward=self._adopt)
-        for number, layer in enumerate(self._ledger.layers):
-            self._capture.add(number, layer.module)
+        for module in self._ledger.modules:
+            self._capture.add(module)
         self._handles = [
             handle
             for number, one in enumerate(optimizer)
@@ -301,7 +312,7 @@ class Recorder:
 
     def _never_called(self) -> dict[str, str]:
         """Layers that had no part in the training: named once, at the end."""
-        idle = [layer.layer.name for layer in self._ledger.layers if not layer.called]
+        idle = [layer.layer.name for one in self._ledger.modules if not one.called for layer in one.layers]
         if idle and self._next_step:
             warnings.warn(f"not recorded: {', '.join(map(repr, idle))}: never called in training", stacklevel=4)
         return dict.fromkeys(idle, "it was never called in training")
@@ -448,18 +459,19 @@ class Recorder:
             return
         self._optimized = self._count_optimized()
         optimized = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        for ledger in list(self._waiting):
-            if id(ledger.parameters()["weight"]) not in optimized:
+        for one, watched in list(self._waiting):
+            if not any(id(p) in optimized for p in one.parameters.values()):
                 continue
-            self._waiting.remove(ledger)
-            changed = any(ledger.watched[name].changed(p) for name, p in ledger.parameters().items())
+            self._waiting = [other for other in self._waiting if other[0] is not one]
+            changed = any(ledger.changed() for ledger in watched)
             if changed or self._totals is not None:
                 why = (
                     "changed before it entered an optimizer" if changed else "entered an optimizer too late for totals"
                 )
-                warnings.warn(f"not recorded: {ledger.layer.name!r}: it {why}", stacklevel=2)
+                warnings.warn(f"not recorded: {one.name!r}: it {why}", stacklevel=2)
                 continue
-            number = self._ledger.adopt(ledger)
-            layer, parameters = described(ledger.layer, self._books.enter(number, ledger.layer.name))
-            self._writer.add_layer(layer, parameters)
-            self._capture.add(number, ledger.module)
+            known = {p.name for p in self._ledger.parameters.values()}
+            module = self._ledger.enter(one.name, one.module, one.layers, one.parameters)
+            new = {name: p for name, p in one.parameters.items() if name not in known}
+            self._writer.add_layers(one.name, [layer.layer for layer in module.layers], described(new))
+            self._capture.add(module)

@@ -53,7 +53,7 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
         for part in store.chunks(layer.name, end_step=step):
             if part.chunk is chunk:
                 slots[number] = part.slots
-                keys[number] = part.slots if part.key_numbers is None else chunk.keys[number]
+                keys[number] = part.stored_keys if part.key_numbers is None else chunk.keys[number]
         if not any(part.chunk is chunk for part in store.chunks(layer.name, end_step=step)):
             slots[number], keys[number] = 0, 0
     return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
@@ -69,20 +69,20 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
             )
     store = Store(folder)
     updates = store.updates.filter(pl.col("step") < before.end_step)
-    for place, parameter, _ in books.recorded():
-        watched = ledger.layers[place.layer].watched[place.short]
-        mine = updates.filter((pl.col("parameter") == place.number) & pl.col("after").is_not_null())
+    for watched, _ in books.recorded():
+        parameter = watched.parameter
+        mine = updates.filter((pl.col("parameter") == watched.number) & pl.col("after").is_not_null())
         if mine.height:
             known = float(mine["after"][-1])
         else:
             moment = before.end_step if before.keep == "totals" else 0
-            watched.remember(store.snapshot(moment)[f"model.{place.name}"])
+            watched.remember(store.snapshot(moment)[f"model.{watched.name}"])
             known = watched.fingerprint
-            watched.remember(parameter)
+            watched.remember()
         bound = audit.SLACK * roundoff(parameter) * np.sqrt(parameter.numel()) * watched.size
         if not abs(watched.fingerprint - known) <= bound:
             raise RecordingError(
-                f"resume: {place.name!r} is not what the recording in {folder} says it was after step "
+                f"resume: {watched.name!r} is not what the recording in {folder} says it was after step "
                 f"{before.end_step}. Load the checkpoint of that step into the model (and its optimizer) first, or say "
                 f"which step it is: resume=n."
             )
@@ -115,11 +115,11 @@ def _check_state(store: Store, step: int, books: Books, folder: Path) -> None:
     if step not in store.snapshot_steps():
         return
     snapshot = store.snapshot(step)
-    for place, name, value in books.optimizer_state():
-        known = f"state.{place.name}.{name}"
+    for ledger, name, value in books.optimizer_state():
+        known = f"state.{ledger.name}.{name}"
         if known in snapshot and not np.array_equal(snapshot[known].numpy(), value.detach().cpu().numpy()):
             raise RecordingError(
-                f"resume: the optimizer's {name} of {place.name!r} is not what it was after step {step} in {folder}. "
+                f"resume: the optimizer's {name} of {ledger.name!r} is not what it was after step {step} in {folder}. "
                 f"Load the optimizer's state of that checkpoint too."
             )
 

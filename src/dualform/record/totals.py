@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dualform.errors import RecordingError
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.store import records
 from dualform.store.encoding import decode
 from dualform.store.format import Column, Grouping, Layer, Manifest
@@ -16,7 +17,7 @@ from dualform.store.reader import Store
 from dualform.store.tables import schema
 from dualform.store.writer import NewTotals
 from dualform.totals.build import KINDS
-from dualform.totals.fold import Accumulated, Slots, Updates
+from dualform.totals.fold import Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering
 
 Wanted = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
@@ -43,12 +44,21 @@ def groupings(wanted: Wanted | str | None, keep: str) -> tuple[Grouping, ...]:
 class OnlineTotals:
     """Collects finished steps and folds them, a stretch at a time."""
 
-    def __init__(self, manifest: Manifest, wanted: Sequence[Grouping], most_bytes: int, kept: Store | None = None):
+    def __init__(
+        self,
+        manifest: Manifest,
+        wanted: Sequence[Grouping],
+        most_bytes: int,
+        beginning: Mapping[str, torch.Tensor],
+        kept: Store | None = None,
+    ):
+        """beginning: weights and optimizer state when recording began. kept: totals to go on with."""
+        self._keep, self._wide = manifest.keep, manifest.dtype == "float64"
         self._layers: list[Layer] = list(manifest.layers)
         self._parameters = [p.name for p in manifest.parameters]
         self._most = most_bytes
         tensors = None if kept is None else {name: kept.totals()[name] for name in kept.totals()}
-        self._sums = Accumulated(manifest, wanted, tensors)
+        self._sums = Accumulated(manifest, wanted, tensors, beginning)
         self._numbering = [
             Numbering(g.columns, None if kept is None else kept.groups(number)) for number, g in enumerate(wanted)
         ]
@@ -82,10 +92,9 @@ class OnlineTotals:
     def fold(self) -> list[records.Step]:
         """Fold what was collected; gives back the steps."""
         steps, self._steps = self._steps, []
-        for number, layer in enumerate(self._layers):
-            names = [name for name in (layer.weight, layer.bias) if name is not None]
-            updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
-            self._sums.fold(number, layer, self._slots(steps, number, layer), updates)
+        slots = {number: self._pieces(steps, number, layer) for number, layer in enumerate(self._layers)}
+        updates = {name: some for name in self._parameters if (some := self._updates(steps, name)) is not None}
+        self._sums.fold(slots, updates if self._keep != "keys" else {})
         self._row_groups.clear()
         return steps
 
@@ -99,20 +108,32 @@ class OnlineTotals:
         shapes = [v.shape for n in numbering.columns if isinstance(v := rows.columns[n], np.ndarray) and v.ndim == 2]
         return numbering.number(rows.columns, shapes[0] if shapes else (rows.count,))
 
-    def _slots(self, steps: Sequence[records.Step], number: int, layer: Layer) -> Slots | None:
+    def _pieces(self, steps: Sequence[records.Step], number: int, layer: Layer) -> list[Piece]:
+        """A layer's slots: feature maps call by call, vectors all at once."""
         blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == number]
-        if not blocks:
-            return None
+        if layer.form == "maps":
+            return [self._piece([one], layer) for one in blocks if one[1].rows * one[1].positions]
+        return [self._piece(blocks, layer)] if blocks else []
+
+    def _piece(self, blocks: list[tuple[int, records.Block]], layer: Layer) -> Piece:
         counts = np.array([b.rows * b.positions for _, b in blocks])
-        dtype = torch.float64 if blocks[0][1].keys.data.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self._wide else torch.float32
         errors = [decode(b.errors.data, b.errors.exponents, dtype) for _, b in blocks if b.errors is not None]
-        return Slots(
-            torch.cat([decode(b.keys.data, b.keys.exponents, dtype) for _, b in blocks]),
+        return Piece(
+            self._keys([b for _, b in blocks], layer, dtype),
             torch.cat(errors) if errors else None,
             np.repeat([n for n, _ in blocks], counts),
             np.repeat([b.backward for _, b in blocks], counts),
             [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
         )
+
+    def _keys(self, blocks: list[records.Block], layer: Layer, dtype: torch.dtype) -> Keys:
+        if layer.form == "numbers":
+            return Numbers(torch.cat([b.keys.data for b in blocks]), layer.d_in, dtype)
+        decoded = torch.cat([decode(b.keys.data, b.keys.exponents, dtype) for b in blocks])
+        if layer.geometry is None:
+            return Vectors(decoded)
+        return Maps(decoded.reshape(-1, layer.geometry.channels, *blocks[0].shape[1:]), layer.geometry)
 
     def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
         codes = self._row_groups[block.first_row][grouping]

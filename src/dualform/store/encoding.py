@@ -65,7 +65,8 @@ class Pool:
         """Room for vectors (n, d), with any content."""
         with self._lock:
             slab = self._filling.get(name)
-            if slab is None or slab.used + shape[0] > len(slab.memory) or slab.memory.dtype != dtype:
+            fits = slab is not None and slab.memory.dtype == dtype and slab.memory.shape[1] == shape[1]
+            if slab is None or not fits or slab.used + shape[0] > len(slab.memory):
                 if slab is not None and not slab.out:
                     self._keep(slab)
                 slab = self._filling[name] = self._slab(shape, dtype)
@@ -129,6 +130,11 @@ def encode(
     scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
     torch.mul(vectors, scale.unsqueeze(1), out=data)
     return Encoded(data, torch.from_numpy(exponents.astype(np.int16)), slab)
+
+
+def encode_numbers(numbers: Tensor) -> Encoded:
+    """Copy the places of one-hot keys (n, 1)."""
+    return Encoded(numbers.detach().cpu().to(torch.int32, copy=True).contiguous(), None)
 
 
 def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -18,8 +18,9 @@ import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
+from dualform.layers.streams import FORMS, ROLES, Layer
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
@@ -28,19 +29,8 @@ CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
 
 KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
+__all__ = ["FORMS", "ROLES", "Layer"]
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One recorded layer: `index` in the list of layers is its number in chunks."""
-
-    name: str
-    kind: str
-    d_in: int
-    d_out: int
-    weight: str
-    bias: str | None
 
 
 @dataclass(frozen=True)

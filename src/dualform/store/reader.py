@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.store import tables
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import (
@@ -41,6 +42,8 @@ from dualform.store.format import (
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 N = TypeVar("N", bound=np.generic)
+PIECE_BYTES = 32 << 20
+"""How much of a chunk is decoded at a time."""
 
 
 class Store:
@@ -136,10 +139,25 @@ class Store:
                 yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
             first_slot += chunk.slots[number]
 
+    def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
+        """A layer's slots in one chunk; None if it has none there."""
+        number, layer = self.layer(name)
+        chunks = self.manifest.chunks
+        if not chunks[place].slots[number]:
+            return None
+        first = sum(chunk.slots[number] for chunk in chunks[:place])
+        return SlotChunk(self, self._chunk_file(place), number, layer, first, chunks[place], end_step)
+
+    def users(self, parameter: str) -> list[Layer]:
+        """The layers whose slots make up a parameter."""
+        return [layer for layer in self.manifest.layers if parameter in layer.parameters]
+
     def has_equal_keys(self, name: str) -> bool:
         """Whether some of a layer's slots share a stored key."""
-        number, _ = self.layer(name)
-        return any(chunk.keys[number] < chunk.slots[number] for chunk in self.manifest.chunks)
+        number, layer = self.layer(name)
+        return layer.form == "vectors" and any(
+            chunk.keys[number] < chunk.slots[number] for chunk in self.manifest.chunks
+        )
 
     def key_count(self, name: str) -> int:
         """How many keys a layer has in store: fewer than slots, where equal keys are stored once."""
@@ -387,11 +405,66 @@ class SlotChunk:
         name = f"{self.number}.key_numbers"
         return self.file[name][: self.slots].numpy() if name in self.file else None
 
-    def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
-        """(slots, d_in), of the slots low to high; a mapped view if the stored type is the one asked for."""
+    @cached_property
+    def starts(self) -> Ints:
+        """(blocks,): where the slots of each block begin."""
+        starts: Ints = np.cumsum(self.counts) - self.counts
+        return starts
+
+    @cached_property
+    def shapes(self) -> Ints:
+        """(blocks, …), for feature maps: how many there are for each row, and their size."""
+        shapes: Ints = self.file[f"{self.number}.shapes"].numpy()[: len(self.blocks)]
+        return shapes
+
+    @property
+    def stored_keys(self) -> int:
+        """How many keys its own slots have in store, where each has one."""
+        return self.slots if self.layer.form != "maps" else int((self.blocks[:, 4] * self.shapes[:, 0]).sum())
+
+    def pieces(self, width: int) -> Iterator[tuple[int, int]]:
+        """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through."""
+        size = max(1, PIECE_BYTES // (8 * max(width, 1)))
+        if self.layer.form != "maps":
+            for low in range(0, self.slots, size):
+                yield low, min(low + size, self.slots)
+            return
+        for start, rows, positions in zip(self.starts.tolist(), *self.blocks[:, 4:6].T.tolist(), strict=True):
+            some = max(1, size // max(positions, 1))
+            for low in range(0, rows, some):
+                yield start + low * positions, start + min(low + some, rows) * positions
+
+    def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Keys:
+        """The keys of the slots low to high; a mapped view if the stored type is the one asked for."""
+        if self.layer.form == "maps":
+            return self._maps(dtype, low, self.slots if high is None else high)
+        if self.layer.form == "numbers":
+            return Numbers(
+                self.file[f"{self.number}.keys"][low : self.slots if high is None else high], self.layer.d_in, dtype
+            )
         if self.key_numbers is not None:
-            return self.store.gather_keys(self.number, self.key_numbers[low:high], dtype)
-        return self._vectors("key", dtype, low, high)
+            return Vectors(self.store.gather_keys(self.number, self.key_numbers[low:high], dtype))
+        return Vectors(self._vectors("key", dtype, low, high))
+
+    def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
+        """The feature maps of some rows of one block."""
+        assert self.layer.geometry is not None
+        block = int(np.searchsorted(self.starts, low, side="right")) - 1
+        while self.counts[block] == 0 and block + 1 < len(self.starts) and low < high:
+            block += 1
+        positions = int(self.blocks[block, 5])
+        each, *size = self.shapes[block].tolist()
+        first, last = ((place - int(self.starts[block])) // max(positions, 1) for place in (low, high))
+        widths = self.layer.geometry.channels * self.shapes[:, 1:].prod(1)
+        maps = self.blocks[:, 4] * self.shapes[:, 0]
+        skipped, before = int((maps * widths)[:block].sum()), int(maps[:block].sum())
+        width, count = int(widths[block]), (last - first) * each
+        flat = self.file[f"{self.number}.keys"][skipped + first * each * width :][: count * width].reshape(count, width)
+        name = f"{self.number}.key_exponents"
+        scales = self.file[name][before + first * each :][:count] if name in self.file else None
+        return Maps(
+            decode(flat, scales, dtype).reshape(count, self.layer.geometry.channels, *size), self.layer.geometry
+        )
 
     def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
         """(slots, d_out), of the slots low to high."""

@@ -37,6 +37,8 @@ class Block:
     errors: Encoded | None
     may_repeat: bool
     """Whether the keys come from data and not from weights: then equal ones are stored once."""
+    shape: tuple[int, ...] = ()
+    """Of feature maps: how many there are for each row, and their size."""
 
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""

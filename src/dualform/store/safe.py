@@ -2,13 +2,18 @@
 
 The format is the library's, which also reads it: 8 bytes of header length, a JSON header, the tensors' bytes. The
 header holds each tensor's checksum; the manifest holds the header's.
+
+Files are written beside a training that wants the processor for itself. So each byte is fetched from memory once: it is
+copied to a staging buffer, enters the checksum while the cache still holds it, and goes from the buffer to the disk
+without another copy in the system's page cache (O_DIRECT), where system and file system can do so.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +29,118 @@ NAMES = {
     "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
+BLOCK = 4096  # direct writes start and end at multiples of it, in memory and in the file
+STAGE = 4 << 20  # one write
+HOT = 256 << 10  # copied and summed at a time; fits into a core's own cache
+JOINED = 64 << 10  # small pieces are joined to this first: a call for each would cost more than their bytes
+DIRECT_FROM = 1 << 20  # smaller files are written the ordinary way
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
     """Write and flush a file; the parts of a tensor are joined along their first axis. Tensors are laid out by the size of their elements, so that each is aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
-    sums = {name: _checksum(tensors[name]) for name in order}
+    sums = dict.fromkeys(order, checksum(b""))  # in the place of those to come, which are as long
     header: dict[str, Any] = {"__metadata__": sums}
-    offset = 0
+    size = 0
     for name in order:
         pieces = tensors[name]
-        size = sum(piece.nbytes for piece in pieces)
+        start, size = size, size + sum(piece.nbytes for piece in pieces)
         shape = list(pieces[0].shape)
         if len(pieces) > 1:
             shape[0] = sum(len(piece) for piece in pieces)
-        header[name] = {
-            "dtype": NAMES[pieces[0].dtype.name],
-            "shape": shape,
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
+        header[name] = {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [start, size]}
+    with path.open("wb", buffering=0) as file:
+        stage = _Stage(file.fileno(), len(_head(header)), size)
+        for name in order:
+            sums[name] = stage.add(tensors[name])
+        stage.close()
+        head = _head(header)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        stage.write(memoryview(head))
+        os.fsync(file.fileno())
+    return File(len(head) + size, checksum(head))
+
+
+def _head(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), memoryview(head))
-        for name in order:
-            for piece in tensors[name]:
-                if piece.nbytes:
-                    _write(file.fileno(), _bytes(piece))
-        os.fsync(file.fileno())
-    return File(len(head) + offset, checksum(head))
+    return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(piece: Array) -> memoryview:
-    return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+class _Stage:
+    """A buffer through which size bytes go into a file, from byte number start on.
+
+    What it holds begins at a block of the file; the part of the first block before start is to be written afterwards.
+    """
+
+    def __init__(self, descriptor: int, start: int, size: int):
+        self._descriptor, self._used = descriptor, start % BLOCK
+        self._direct = size >= DIRECT_FROM and _set_direct(descriptor, True)
+        blocks = -(-min(self._used + size, STAGE if self._direct else HOT) // BLOCK)
+        memory = np.zeros((blocks + 1) * BLOCK, np.uint8)
+        self._memory = memory[-memory.ctypes.data % BLOCK :][: blocks * BLOCK]
+        os.lseek(descriptor, start - self._used, os.SEEK_SET)
+
+    def add(self, pieces: Sequence[Array]) -> str:
+        """Append a tensor; gives its checksum."""
+        total = xxhash.xxh3_64()
+        for piece in _joined(pieces):
+            data = piece.reshape(-1).view(np.uint8)
+            while len(data):
+                hot = self._memory[self._used : self._used + min(len(data), HOT)]
+                hot[:] = data[: len(hot)]
+                total.update(hot.data)
+                data = data[len(hot) :]
+                self._used += len(hot)
+                if self._used == len(self._memory):
+                    self.write(self._memory.data)
+                    self._used = 0
+        return total.hexdigest()
+
+    def close(self) -> None:
+        """Write what is left; after that, any number of bytes can be written to any place."""
+        whole = self._used // BLOCK * BLOCK if self._direct else 0
+        self.write(self._memory[:whole].data)
+        self._direct = self._direct and _set_direct(self._descriptor, False)
+        self.write(self._memory[whole : self._used].data)
+
+    def write(self, data: memoryview) -> None:
+        """Write at the file's present place."""
+        while data:
+            data = data[self._write(data) :]
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+        self._direct = _set_direct(self._descriptor, False)  # some file systems refuse only now, not when asked
+        return os.write(self._descriptor, data)
 
 
-def _checksum(pieces: Sequence[Array]) -> str:
-    total = xxhash.xxh3_64()
+def _joined(pieces: Sequence[Array]) -> Iterator[Array]:
+    group: list[Array] = []
+    size = 0
     for piece in pieces:
-        if piece.nbytes:
-            total.update(_bytes(piece))
-    return total.hexdigest()
+        if group and size + piece.nbytes > JOINED:
+            yield np.concatenate(group) if len(group) > 1 else group[0]
+            group, size = [], 0
+        group.append(piece)
+        size += piece.nbytes
+    yield np.concatenate(group) if len(group) > 1 else group[0]
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Let writes go around the page cache, or not; gives whether they do. System or file system may not know how."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    import fcntl  # not on Windows, which has no O_DIRECT either
+
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
+    except OSError:
+        return False
+    return direct

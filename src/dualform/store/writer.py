@@ -64,9 +64,10 @@ except ImportError:  # Windows: the second writer is then found by the folder's 
 
 @dataclass(frozen=True)
 class NewLayer:
-    """A layer that entered during training."""
+    """A module's layers that entered during training."""
 
-    layer: Layer
+    module: str
+    layers: tuple[Layer, ...]
     parameters: tuple[Parameter, ...]
 
 
@@ -161,10 +162,10 @@ class Writer:
             self.check()
         self.check()
 
-    def add_layer(self, layer: Layer, parameters: Sequence[Parameter]) -> None:
-        """From the next step on there is one more layer."""
+    def add_layers(self, module: str, layers: Sequence[Layer], parameters: Sequence[Parameter]) -> None:
+        """From the next step on there are more layers."""
         self._pass_on()
-        self._inbox.put(NewLayer(layer, tuple(parameters)))
+        self._inbox.put(NewLayer(module, tuple(layers), tuple(parameters)))
 
     @property
     def failed(self) -> bool:
@@ -231,11 +232,11 @@ class Writer:
                 elif isinstance(item, NewLayer):
                     self._seal()
                     layers, parameters = self.manifest.layers, self.manifest.parameters
-                    left_out = {name: why for name, why in self.manifest.left_out.items() if name != item.layer.name}
-                    self._equal.append(EqualKeys())
+                    left_out = {name: why for name, why in self.manifest.left_out.items() if name != item.module}
+                    self._equal += [EqualKeys() for _ in item.layers]
                     self.manifest = replace(
                         self.manifest,
-                        layers=(*layers, item.layer),
+                        layers=(*layers, *item.layers),
                         parameters=(*parameters, *item.parameters),
                         left_out=left_out,
                     )
@@ -389,6 +390,8 @@ def _slot_tensors(
         table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
         tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
         tensors.update(_keys(layer, [b for _, b in blocks], equal[layer]))
+        if blocks[0][1].shape:
+            tensors[f"{layer}.shapes"] = [np.array([b.shape for _, b in blocks], dtype=np.int64)]
         tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
     gradients: dict[str, list[Array]] = {}
     for step in steps:
@@ -400,6 +403,10 @@ def _slot_tensors(
 
 def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
     """The keys that are new, and, where some are not, the number of each slot's key."""
+    if blocks[0].shape:  # feature maps may differ in size: one after the other, flat
+        equal.stored += sum(len(block.keys.data) for block in blocks)
+        found = _vectors(f"{layer}.key", [block.keys for block in blocks])
+        return {**found, f"{layer}.keys": [block.keys.data.numpy().reshape(-1) for block in blocks]}
     if not any(block.may_repeat for block in blocks):
         equal.stored += sum(len(block.keys.data) for block in blocks)
         return _vectors(f"{layer}.key", [block.keys for block in blocks])

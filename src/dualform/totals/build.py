@@ -15,7 +15,7 @@ from dualform.store.format import Column, Grouping
 from dualform.store.reader import Store
 from dualform.store.tables import schema
 from dualform.store.writer import NewTotals, locked, write_totals
-from dualform.totals.fold import Accumulated, Slots, Updates
+from dualform.totals.fold import Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering
 
 KINDS = ("keys", "deltas", "both")
@@ -58,23 +58,16 @@ def build_totals(
 
 
 def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, int, int], None] | None) -> NewTotals:
-    sums = Accumulated(store.manifest, groupings)
+    first = store.snapshot(0)
+    sums = Accumulated(store.manifest, groupings, beginning={name: first[name] for name in first})
     numberings = [Numbering(g.columns) for g in groupings]
-    work, done = len(store.manifest.chunks) * len(store.manifest.layers), 0
-    for place, chunk in enumerate(store.manifest.chunks):
-        stretch = (chunk.first_step, chunk.end_step)
-        for number, layer in enumerate(store.manifest.layers):
-            if progress is not None:
-                progress("totals", done, work)
-            names = [name for name in (layer.weight, layer.bias) if name is not None]
-            updates = (
-                {}
-                if store.manifest.keep == "keys"
-                else {name: some for name in names if (some := _updates(store, place, name)) is not None}
-            )
-            slots = _slots(store, layer.name, stretch, numberings)
-            sums.fold(number, layer, slots, updates)
-            done += 1
+    work = len(store.manifest.chunks)
+    for place in range(work):
+        if progress is not None:
+            progress("totals", place, work)
+        slots = {n: _pieces(store, y.name, place, numberings) for n, y in enumerate(store.manifest.layers)}
+        names = [] if store.manifest.keep == "keys" else [p.name for p in store.manifest.parameters]
+        sums.fold(slots, {name: some for name in names if (some := _updates(store, place, name)) is not None})
     if progress is not None:
         progress("totals", work, work)
     counts = [len(numbering) for numbering in numberings]
@@ -83,26 +76,36 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, 
     return NewTotals(store.end_step, store.rows.height, groupings, sums.tensors(counts), tables)
 
 
-def _slots(store: Store, layer: str, stretch: tuple[int, int], numberings: Sequence[Numbering]) -> Slots | None:
-    begin, end = stretch
-    for chunk in store.chunks(layer, begin_step=begin, end_step=end):
-        wide = store.manifest.dtype == "float64"
-        dtype = torch.float64 if wide else torch.float32
-        columns = sorted({name for numbering in numberings for name in numbering.columns})
-        table = store.slot_table(chunk, columns)
-        groups = []
-        for numbering in numberings:
-            values = {name: table[name].to_numpy() for name in numbering.columns}
-            if any(table[name].null_count() for name in numbering.columns):
-                raise QuestionError(
-                    f"by {'+'.join(numbering.columns)}: layer {layer!r} has another number of positions than the column."
-                )
-            groups.append(numbering.number(values, (chunk.slots,)))
-        errors = None if store.manifest.keep == "keys" else chunk.errors(dtype)
-        return Slots(
-            chunk.keys(dtype), errors, chunk.per_slot(chunk.blocks[:, 0]), chunk.per_slot(chunk.blocks[:, 1]), groups
+def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering]) -> list[Piece]:
+    """A layer's slots in one chunk: feature maps call by call, vectors all at once."""
+    chunk = store.chunk_of(layer, place)
+    if chunk is None:
+        return []
+    dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
+    columns = sorted({name for numbering in numberings for name in numbering.columns})
+    table = store.slot_table(chunk, columns)
+    groups = []
+    for numbering in numberings:
+        values = {name: table[name].to_numpy() for name in numbering.columns}
+        if any(table[name].null_count() for name in numbering.columns):
+            raise QuestionError(
+                f"by {'+'.join(numbering.columns)}: layer {layer!r} has another number of positions than the column."
+            )
+        groups.append(numbering.number(values, (chunk.slots,)))
+    steps, backwards = (chunk.per_slot(chunk.blocks[:, column]) for column in (0, 1))
+    ends = (chunk.starts + chunk.counts).tolist()
+    ranges = list(zip(chunk.starts.tolist(), ends, strict=True)) if chunk.layer.form == "maps" else [(0, chunk.slots)]
+    return [
+        Piece(
+            chunk.keys(dtype, low, high),
+            None if store.manifest.keep == "keys" else chunk.errors(dtype, low, high),
+            steps[low:high],
+            backwards[low:high],
+            [codes[low:high] for codes in groups],
         )
-    return None
+        for low, high in ranges
+        if low < high
+    ]
 
 
 def _updates(store: Store, place: int, parameter: str) -> Updates | None:
@@ -114,6 +117,7 @@ def _updates(store: Store, place: int, parameter: str) -> Updates | None:
     factors = np.zeros((len(lists), max(len(row) for row in lists)))
     for row, some in enumerate(lists):
         factors[row, : len(some)] = some
-    settings = {name: mine[name].to_numpy().astype(np.float64) for name in mine.columns if name not in FIXED}
+    columns = [name for name in mine.columns if name not in FIXED and mine[name].null_count() == 0]
+    settings = {name: mine[name].to_numpy().astype(np.float64) for name in columns}
     steps = mine["step"].to_numpy().astype(np.int64)
     return Updates(mine["optimizer"][0], steps, settings, factors, store.gradients_in(place, parameter))

@@ -15,18 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.recursions import RECURSIONS, STATE, Floats, Replayed
-from dualform.store.format import Grouping, Layer, Manifest
+from dualform.layers.keys import Keys, Numbers, Vectors
+from dualform.layers.keys import part as columns
+from dualform.layers.streams import Use
+from dualform.recursions import KINDS, Floats, Kind, Walked, outer, walk_back
+from dualform.store.format import Grouping, Manifest
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+OF = ("weight", "average")
+"""What is kept of a group: its part of the parameter, and of the optimizer's running average."""
 
 
 @dataclass(frozen=True)
-class Slots:
-    """The slots of one layer in a stretch."""
+class Piece:
+    """Some slots of one layer in a stretch: all of one call, or several calls where keys are vectors."""
 
-    keys: Tensor
-    """(n, d_in)"""
+    keys: Keys
     errors: Tensor | None
     """(n, d_out); None if only keys are wanted."""
     steps: Ints
@@ -50,11 +54,11 @@ class Updates:
     gradients: Tensor | None
     """(updates, d_out), for biases."""
 
-    def replayed(self, of: str) -> Replayed:
+    def walked(self, of: str) -> Walked:
         """What becomes of the stretch's beginning and of its gradients."""
-        return RECURSIONS[self.kind](self.settings, len(self.steps), of)
+        return walk_back(self.kind, self.settings, len(self.steps), of)
 
-    def of_slots(self, coefficients: Floats, slots: Slots) -> Floats:
+    def of_slots(self, coefficients: Floats, slots: Piece) -> Floats:
         """(n,): coefficient × factor of each slot; 0 where the parameter was not updated."""
         table = np.zeros((len(self.steps) + 1, self.factors.shape[1] + 1))
         table[:-1, :-1] = coefficients[:, None] * self.factors
@@ -95,15 +99,25 @@ class Accumulated:
     """The totals of a recording, in memory.
 
     Tensors, as in the store: `{grouping}.{layer}.keys` and `.visits`, one row a group; `{grouping}.p{parameter}.weight` and
-    `.{state}`, the group deltas (for biases with `.rest` at the end: row 0 is what their gradients hold beyond the slots);
-    `initial.{parameter}`, the initial part's numbers; `negative.{layer}`, whether any key was.
+    `.average`, the group deltas (for biases with `.rest` at the end: row 0 is what their gradients hold beyond the slots);
+    `initial.{parameter}`, the initial part's numbers, or, where coefficients are matrices, `initial.{parameter}.weight` and
+    `.average`, the initial part itself, and `now.{parameter}.…`, the parameter and its optimizer state; `negative.{layer}`,
+    whether any key was.
     """
 
-    def __init__(self, manifest: Manifest, groupings: Sequence[Grouping], kept: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        manifest: Manifest,
+        groupings: Sequence[Grouping],
+        kept: Mapping[str, Tensor] | None = None,
+        beginning: Mapping[str, Tensor] | None = None,
+    ):
+        """kept: totals to go on with. beginning: else the snapshot that training began from."""
         self._manifest, self.groupings = manifest, tuple(groupings)
         self._numbers = {p.name: number for number, p in enumerate(manifest.parameters)}
         self._grown = {name: Grown.of(t) for name, t in (kept or {}).items() if name[0].isdigit()}
-        self._maps = {name: t.clone() for name, t in (kept or {}).items() if name.startswith("initial.")}
+        self._maps = {name: t.clone() for name, t in (kept or {}).items() if name.startswith(("initial.", "now."))}
+        self._beginning = beginning
         self._signs = {name: bool(t) for name, t in (kept or {}).items() if name.startswith("negative.")}
         self._groups = [0] * len(self.groupings)
         for name, value in (kept or {}).items():
@@ -111,15 +125,28 @@ class Accumulated:
                 grouping = int(name.split(".")[0])
                 self._groups[grouping] = max(self._groups[grouping], len(value))
 
-    def fold(self, number: int, layer: Layer, slots: Slots | None, updates: Mapping[str, Updates]) -> None:
-        """Fold a stretch of one layer. updates: by the parameter's full name."""
-        if slots is not None and len(slots.steps):
-            self._fold_keys(number, slots)
+    def fold(self, slots: Mapping[int, Sequence[Piece]], updates: Mapping[str, Updates]) -> None:
+        """Fold a stretch. slots: by the layer's number; updates: by the parameter's full name."""
+        for number, pieces in slots.items():
+            for piece in pieces:
+                if len(piece.steps):
+                    self._fold_keys(number, piece)
         for name, some in updates.items():
+            mine = [
+                (use, piece)
+                for number, layer in enumerate(self._manifest.layers)
+                for use in layer.uses
+                if use.parameter == name
+                for piece in slots.get(number, ())
+                if len(piece.steps)
+            ]
+            if KINDS[some.kind].elementwise:
+                self._fold_elementwise(name, mine, some)
+                continue
             self._fold_initial(name, some)
             for grouping in range(len(self.groupings)):
                 if self.groupings[grouping].kind != "keys":
-                    self._fold_deltas(grouping, name, slots, some, is_bias=name == layer.bias)
+                    self._fold_deltas(grouping, name, mine, some)
 
     def nbytes(self, groups: Sequence[int]) -> int:
         """How much memory the totals take with so many groups for each grouping."""
@@ -147,68 +174,155 @@ class Accumulated:
             self._grown[name] = Grown(shape, dtype)
         return self._grown[name].rows(count)
 
-    def _fold_keys(self, number: int, slots: Slots) -> None:
-        sign = f"negative.{number}"
-        self._signs[sign] = self._signs.get(sign, False) or bool((slots.keys < 0).any())
+    def _fold_keys(self, number: int, slots: Piece) -> None:
+        sign, layer = f"negative.{number}", self._manifest.layers[number]
+        vectors = slots.keys.vectors() if layer.form != "numbers" else None
+        self._signs[sign] = self._signs.get(sign, False) or bool(vectors is not None and (vectors < 0).any())
         for grouping, codes in enumerate(slots.groups):
             count = self._seen(grouping, codes)
             which = torch.from_numpy(codes)
             visits = self._rows(f"{grouping}.{number}.visits", count, (), torch.int64)
             visits.index_add_(0, which, torch.ones_like(which))
-            if self.groupings[grouping].kind != "deltas":
-                wide = slots.keys.dtype == torch.float64
-                kind = torch.float64 if wide else torch.float32
-                sums = self._rows(f"{grouping}.{number}.keys", count, slots.keys.shape[1:], kind)
-                sums.index_add_(0, which, slots.keys.to(kind))
+            if self.groupings[grouping].kind == "deltas" or not layer.attends:
+                continue
+            if vectors is None:
+                assert isinstance(slots.keys, Numbers)
+                sums = self._rows(f"{grouping}.{number}.keys", count, (layer.d_in,), torch.float32)
+                sums.index_put_((which, slots.keys.places), torch.ones(len(which)), accumulate=True)
+                continue
+            kind = torch.float64 if vectors.dtype == torch.float64 else torch.float32
+            sums = self._rows(f"{grouping}.{number}.keys", count, vectors.shape[1:], kind)
+            sums.index_add_(0, which, vectors.to(kind))
 
     def _seen(self, grouping: int, codes: Ints) -> int:
         self._groups[grouping] = max(self._groups[grouping], int(codes.max()) + 1)
         return self._groups[grouping]
 
     def _fold_initial(self, name: str, some: Updates) -> None:
-        """X_T in terms of W_0 and state_0: one row of numbers for the parameter and for each state tensor."""
-        states = ("weight", *STATE[some.kind])
-        stretch = torch.zeros(len(states), len(states), dtype=torch.float64)
-        for row, target in enumerate(states):
-            replayed = some.replayed(target)
-            numbers = [replayed.a, *(replayed.b[s] for s in STATE[some.kind])]
-            stretch[row] = torch.tensor(numbers, dtype=torch.float64)
+        """X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
+        stretch = torch.tensor([[w.a, w.b] for w in map(some.walked, OF)], dtype=torch.float64)
         key = f"initial.{self._numbers[name]}"
-        before = self._maps.get(key, torch.eye(len(states), dtype=torch.float64))
-        self._maps[key] = stretch @ before
+        self._maps[key] = stretch @ self._maps.get(key, torch.eye(2, dtype=torch.float64))
 
-    def _fold_deltas(self, grouping: int, name: str, slots: Slots | None, some: Updates, *, is_bias: bool) -> None:
+    def _held(self, grouping: int, name: str) -> tuple[dict[str, Tensor], bool]:
+        """The parts of a parameter and of its average that belong to each group; whether row 0 is the rest."""
         parameter = self._manifest.parameters[self._numbers[name]]
         dtype = torch.float64 if parameter.dtype == "float64" else torch.float32
-        count, extra = self._groups[grouping], 1 if is_bias else 0
-        states = ("weight", *STATE[some.kind])
-        prefix = f"{grouping}.p{self._numbers[name]}"
         # A bias has one more row, the first: what its gradients hold beyond the sum of their slots (rounding)
-        names = {of: f"{prefix}.{of}{'.rest' if is_bias else ''}" for of in states}
-        held = {of: self._rows(names[of], count + extra, parameter.shape, dtype) for of in states}
-        before = {of: held[of].clone() for of in states}
-        scales = []
-        for of in states:
-            replayed = some.replayed(of)
-            held[of].copy_(before["weight"] * replayed.a)
-            for state, b in replayed.b.items():
-                held[of].add_(before[state], alpha=b)
-            if slots is not None and slots.errors is not None:
-                scales.append(-some.of_slots(replayed.c, slots))
-            if is_bias and some.gradients is not None:
-                held[of][0] -= (torch.from_numpy(replayed.c) @ some.gradients.double()).to(dtype)
-        if slots is None or slots.errors is None or not len(slots.steps):
-            return
-        codes = slots.groups[grouping]
+        small = len(parameter.shape) < 2
+        prefix, suffix = f"{grouping}.p{self._numbers[name]}", ".rest" if small else ""
+        count = self._groups[grouping] + small
+        return {of: self._rows(f"{prefix}.{of}{suffix}", count, parameter.shape, dtype) for of in OF}, small
+
+    def _fold_deltas(self, grouping: int, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
+        held, small = self._held(grouping, name)
+        before = {of: held[of].clone() for of in OF}
+        for of in OF:
+            walked = some.walked(of)
+            held[of].copy_(before["weight"] * walked.a).add_(before["average"], alpha=walked.b)
+            if small and some.gradients is not None:
+                held[of][0] -= (torch.from_numpy(walked.c) @ some.gradients.double()).to(held[of].dtype)
+            for use, piece in mine:
+                if piece.errors is not None:
+                    self._write(held[of], small, grouping, use, piece, -some.of_slots(walked.c, piece))
+
+    def _write(self, held: Tensor, small: bool, grouping: int, use: Use, piece: Piece, scale: Floats) -> None:
+        """Add what each group's slots wrote, each slot scaled."""
+        assert piece.errors is not None
+        codes = piece.groups[grouping]
         order = np.argsort(codes, kind="stable")
         for part in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
-            group, which = int(codes[part[0]]), torch.from_numpy(part)
-            errors = slots.errors[which].to(dtype)
-            for of, scale in zip(states, scales, strict=True):
-                written = errors * torch.from_numpy(scale[part]).to(dtype).unsqueeze(1)
-                if is_bias:
-                    total = written.sum(0)
-                    held[of][group + 1] += total
-                    held[of][0] -= total
-                else:
-                    held[of][group] += written.T @ slots.keys[which].to(dtype)
+            group, taken = int(codes[part[0]]), np.zeros(len(codes))
+            taken[part] = scale[part]
+            if not taken.any():
+                continue
+            found = _written(use, piece, part, torch.from_numpy(taken).to(held.dtype))
+            place = group + small
+            target = held[place]
+            own = target[use.rows[0] : use.rows[1]] if use.rows else target
+            own += found.reshape(own.shape)
+            if small:
+                rest = held[0][use.rows[0] : use.rows[1]] if use.rows else held[0]
+                rest -= found
+
+    def _fold_elementwise(self, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
+        """Where coefficients are matrices, the optimizer's own recursion runs on every group, with what is shared."""
+        number, kind = self._numbers[name], KINDS[some.kind]
+        parameter = self._manifest.parameters[number]
+        if f"now.{number}.weight" not in self._maps:
+            self._begin(number, name, kind)
+        states = ("weight", "average", *kind.shared)
+        now = {of: self._maps[f"now.{number}.{of}"] for of in states}
+        start = {of: self._maps[f"initial.{number}.{of}"] for of in OF}
+        wanted = [g for g in range(len(self.groupings)) if self.groupings[g].kind != "keys"]
+        held = {g: self._held(g, name) for g in wanted}
+        small = len(parameter.shape) < 2
+        for place, step in enumerate(some.steps.tolist()):
+            settings = {key: float(values[place]) for key, values in some.settings.items()}
+            here = [(use, _of_step(piece, step)) for use, piece in mine]
+            here = [(use, piece) for use, piece in here if piece is not None]
+            factors = some.factors[place]
+            parts = {g: torch.zeros_like(held[g][0]["weight"]) for g in wanted}
+            full = torch.zeros_like(now["weight"])
+            for use, piece in here:
+                assert piece is not None
+                scale = factors[np.minimum(piece.backwards, len(factors) - 1)] * (piece.backwards < len(factors))
+                for g in wanted:
+                    self._write(parts[g], small, g, use, piece, scale)
+                if not small:
+                    found = _written(use, piece, None, torch.from_numpy(scale).to(full.dtype))
+                    own = full[use.rows[0] : use.rows[1]] if use.rows else full
+                    own += found.reshape(own.shape)
+            if small and some.gradients is not None:
+                full = some.gradients[place].to(full.dtype)
+                for g in wanted:
+                    parts[g][0] += full
+            sign, decay, _ = outer(settings)
+            pushed = full * sign + now["weight"] * decay
+            linear = kind.linear(settings, {of: now[of] for of in kind.shared}, pushed)
+            linear.apply(now["weight"], now["average"], full)
+            linear.apply(start["weight"], start["average"], None)
+            for g in wanted:
+                linear.apply(held[g][0]["weight"], held[g][0]["average"], parts[g])
+
+    def _begin(self, number: int, name: str, kind: Kind) -> None:
+        """A parameter and its optimizer state as they were when recording began."""
+        assert self._beginning is not None
+        first = self._beginning
+        weight = first[f"model.{name}"]
+        states = {"weight": weight, "average": first.get(f"state.{name}.{kind.average}", torch.zeros_like(weight))}
+        states |= {of: first.get(f"state.{name}.{of}", torch.zeros_like(weight)) for of in kind.shared}
+        self._maps.update({f"now.{number}.{of}": value.clone() for of, value in states.items()})
+        self._maps.update({f"initial.{number}.{of}": states[of].clone() for of in OF})
+
+
+def _of_step(piece: Piece, step: int) -> Piece | None:
+    """The slots of one step: a piece of feature maps is of one call, hence of one step."""
+    low, high = np.searchsorted(piece.steps, [step, step + 1])
+    if low == high:
+        return None
+    if high - low == len(piece.steps):
+        return piece
+    here = slice(int(low), int(high))
+    assert isinstance(piece.keys, (Vectors, Numbers))
+    errors = None if piece.errors is None else piece.errors[here]
+    groups = [codes[here] for codes in piece.groups]
+    return Piece(piece.keys.some(here), errors, piece.steps[here], piece.backwards[here], groups)
+
+
+def _written(use: Use, piece: Piece, part: Ints | None, scale: Tensor) -> Tensor:
+    """Σ over some slots of what a use makes of them, each scaled."""
+    assert piece.errors is not None
+    keys, errors = piece.keys, piece.errors.to(scale.dtype)
+    if part is not None and isinstance(keys, (Vectors, Numbers)):
+        which = torch.from_numpy(part)
+        keys, errors, scale = keys.some(which), errors[which], scale[which]
+    if use.role == "scale":
+        return scale @ keys.vectors().to(scale.dtype)
+    if isinstance(keys, Vectors) and keys.data.dtype != scale.dtype:
+        keys = Vectors(keys.data.to(scale.dtype))
+    errors = columns(errors, use.errors) * scale.unsqueeze(1)
+    if use.role == "bias":
+        return errors.sum(0)
+    found = keys.outer(errors, use.keys, use.groups)
+    return found.T if use.role == "table" else found

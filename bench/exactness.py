@@ -1,0 +1,276 @@
+"""Is the dual form exact? Each network with each optimizer: the certificate, a moment in the middle, a mask and its opposite.
+
+python bench/exactness.py [--steps 300] [--networks mlp,cnn,…] [--optimizers AdamW,…] [--dtypes float32,float64] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dualform
+
+ROWS, SAMPLES, CLASSES, LENGTH, WORDS = 16, 96, 4, 9, 23
+TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
+
+
+class Cnn(nn.Module):
+    """Two convolutions with batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(6, 8, 3, groups=2), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(8 * 2 * 2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 64) → logits."""
+        output: Tensor = self.head(self.body(x.reshape(len(x), 1, 8, 8)))
+        return output
+
+
+class Recurrent(nn.Module):
+    """A language model: embedding, recurrent layers, decoder."""
+
+    def __init__(self, kind: Any, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 12)
+        self.rnn = kind(12, 16, layers, batch_first=True)
+        self.decoder = nn.Linear(16, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, length) → logits of the next words."""
+        output: Tensor = self.decoder(self.rnn(self.embedding(words))[0])
+        return output
+
+
+class Encoder(nn.Module):
+    """A Transformer encoder of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, length) → logits."""
+        output: Tensor = self.head(self.layers(self.embedding(words)).mean(1))
+        return output
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, length, width) → the same."""
+        rows, length, width = x.shape
+        q, k, v = (
+            t.reshape(rows, length, self.heads, -1).transpose(1, 2) for t in self.attention(self.before(x)).chunk(3, -1)
+        )
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(found.transpose(1, 2).reshape(rows, length, width))
+        output: Tensor = x + self.down(F.gelu(self.up(self.after(x))))
+        return output
+
+
+class Gpt(nn.Module):
+    """A decoder with tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.Sequential(Block(16, 2), Block(16, 2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, length) → logits of the next words."""
+        places = torch.arange(words.shape[1]).expand(len(words), -1)
+        output: Tensor = self.head(self.norm(self.blocks(self.words(words) + self.places(places))))
+        return output
+
+
+def mlp() -> nn.Module:
+    """Two hidden layers."""
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "MLP": (mlp, "vectors"),
+    "CNN": (Cnn, "vectors"),
+    "LSTM": (lambda: Recurrent(nn.LSTM, 1), "words"),
+    "GRU": (lambda: Recurrent(nn.GRU, 2), "words"),
+    "Transformer": (Encoder, "sentences"),
+    "GPT": (Gpt, "words"),
+}
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=1e-3, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One network with one optimizer: of each check the worst parameter."""
+
+    network: str
+    optimizer: str
+    dtype: str
+    parameters: int
+    failed: list[str]
+    gap: float
+    floors: float
+    """The worst distance in rounding floors, of those parameters whose gap is above the tolerance."""
+    middle: float
+    middle_floors: float
+    mask: float
+    mask_floors: float
+    logit: float
+    """The worst remainder of the last layer's contributions, relative."""
+    loss: float
+    seconds: float
+
+
+def data(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that can be learnt."""
+    torch.manual_seed(0)
+    if kind == "vectors":
+        inputs = torch.randn(SAMPLES, 64, dtype=dtype)
+        return inputs, inputs[:, :CLASSES].argmax(1)
+    words = torch.randint(0, WORDS, (SAMPLES, LENGTH))
+    return words, (words.sum(1) % CLASSES if kind == "sentences" else (words * 3 + 1) % WORDS)
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy over rows, or over rows and positions."""
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def worst(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], first: Mapping[str, Tensor], steps: int, dtype: str
+) -> tuple[float, float]:
+    """The largest gap; and, of those above the tolerance, the largest distance in rounding floors."""
+    gaps, floors = [0.0], [0.0]
+    unit = torch.finfo(getattr(torch, dtype)).eps / 2
+    for name, value in found.items():
+        value = value.detach()
+        distance = float((value.double() - expected[name].double()).norm())
+        moved = float((expected[name].double() - first[name].double()).norm())
+        gap = distance / moved if moved else 0.0
+        gaps.append(gap)
+        if gap > TOLERANCE[dtype]:
+            floors.append(distance / (unit * steps**0.5 * float(expected[name].double().norm())))
+    return max(gaps), max(floors)
+
+
+def cell(network: str, optimizer: str, dtype: str, steps: int, folder: Path) -> Cell:
+    """Train, record, check."""
+    build, kind = NETWORKS[network]
+    kindly: Any = getattr(torch, dtype)
+    inputs, targets = data(kind, kindly)
+    torch.manual_seed(1)
+    model = build().to(kindly)
+    optimizers = OPTIMIZERS[optimizer](list(model.parameters()))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers, steps)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(2)
+    middle: dict[str, Tensor] = {}
+    began = time.perf_counter()
+    with dualform.record(model, optimizers, folder) as recorder:
+        for step in range(steps):
+            ids = torch.randint(0, SAMPLES, (ROWS,), generator=generator)
+            recorder.batch(sample_id=ids, half=ids % 2)
+            optimizers.zero_grad()
+            loss = loss_of(model(inputs[ids]), targets[ids])
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizers.step()
+            schedule.step()
+            if step + 1 == steps // 2:
+                middle = {name: p.detach().clone() for name, p in model.named_parameters()}
+    last = {name: p.detach().clone() for name, p in model.named_parameters()}
+    dual = dualform.open(folder, model)
+    certificate = dual.verify().frame
+    failed = certificate.filter(pl.col("verdict") != "pass")["parameter"].to_list()
+    above = certificate.filter(pl.col("gap") > TOLERANCE[dtype])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # running statistics come from a snapshot
+        half = dict(dual.at_step(steps // 2).named_parameters())
+        kept = dict(dual.masked(keep=pl.col("half") == 0).named_parameters())
+        dropped = dict(dual.masked(drop=pl.col("half") == 0).named_parameters())
+        nothing = dict(dual.masked(keep=pl.lit(False)).named_parameters())
+    both = {name: kept[name].double() + dropped[name].double() - nothing[name].double() for name in kept}
+    target = (lambda output: output[:, -1, 3]) if kind == "words" else 1
+    name = dual.layers[-1]
+    parts = dual.contributions(inputs[:5], target=target)[name].parts()
+    size = parts.select((pl.col("initial").abs() + pl.col("slots").abs()).max()).item()
+    shutil.rmtree(folder)
+    return Cell(
+        network, optimizer, dtype, certificate.height, failed,
+        float(certificate["gap"].max()), float((above["distance"] / above["floor"]).max() or 0.0),  # type: ignore[arg-type]
+        *worst(half, middle, first, steps // 2, dtype), *worst(both, last, first, steps, dtype),
+        float(parts["remainder"].abs().max()) / size, float(loss.detach()), time.perf_counter() - began,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def main() -> None:
+    """All cells."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--dtypes", default="float32,float64")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    cells = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for dtype in arguments.dtypes.split(","):
+            for network in arguments.networks.split(","):
+                for optimizer in arguments.optimizers.split(","):
+                    found = cell(network, optimizer, dtype, arguments.steps, Path(temporary) / "run")
+                    cells.append(found)
+                    print(
+                        f"{dtype} {network:12} {optimizer:9} verify {found.gap:.1e} ({found.floors:.1f} floors)  middle "
+                        f"{found.middle:.1e} ({found.middle_floors:.1f})  masks {found.mask:.1e} ({found.mask_floors:.1f})  logit "
+                        f"{found.logit:.1e}  loss {found.loss:.2f}  {found.seconds:.0f} s {' '.join(found.failed)}",
+                        flush=True,
+                    )
+                    if arguments.out:
+                        document = {"steps": arguments.steps, "cells": [asdict(one) for one in cells]}
+                        arguments.out.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

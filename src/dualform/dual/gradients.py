@@ -1,0 +1,232 @@
+"""Gradients put together again from slots: what an optimizer saw of a parameter, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from dualform.errors import NotRecordedError
+from dualform.layers.keys import Keys, Vectors, part
+from dualform.layers.streams import Layer, Use
+from dualform.recursions import Floats
+from dualform.store.reader import SlotChunk, Store
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
+"""Which slots of a chunk take part, (slots,)."""
+FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
+
+
+def compute_dtype(store: Store, parameter: str) -> torch.dtype:
+    """float64 for float64 parameters, float32 for all others."""
+    kind = store.manifest.parameters[store.parameter(parameter)].dtype
+    return torch.float64 if kind == "float64" else torch.float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a parameter: those whose error signals were kept, or those that a question is about."""
+
+    places: Tensor
+    """Of the parameter."""
+    columns: Tensor
+    """Of the stored error signals."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor like the parameter."""
+        return tensor[self.places]
+
+
+def kept_rows(store: Store, parameter: str) -> Rows | None:
+    """The rows of a parameter whose error signals were kept; None: all."""
+    for layer in store.users(parameter):
+        if layer.outputs and any(use.parameter == parameter for use in layer.bilinear()):
+            places = torch.tensor(layer.outputs)
+            return Rows(places, torch.arange(len(places)))
+    return None
+
+
+def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | None:
+    """Some rows of a parameter, if they can be had without the others; None if not."""
+    users = [(layer, use) for layer in store.users(parameter) for use in layer.uses if use.parameter == parameter]
+    if len(users) != 1:
+        return None
+    layer, use = users[0]
+    if use.role != "weight" or use.rows or use.errors or use.groups > 1:
+        return None
+    places = torch.tensor(sorted(wanted), dtype=torch.int64)
+    if not layer.outputs:
+        return Rows(places, places)
+    return Rows(places, torch.tensor([layer.outputs.index(int(unit)) for unit in places]))
+
+
+def of_slots(use: Use, keys: Keys, errors: Tensor, rows: Rows | None = None) -> Tensor:
+    """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector."""
+    if use.role == "scale":
+        return keys.vectors().sum(0)
+    errors = part(errors, use.errors) if rows is None or use.role == "bias" else errors[:, rows.columns]
+    if use.role == "bias":
+        return errors.sum(0)
+    found = keys.outer(errors, use.keys, use.groups)
+    return found.T if use.role == "table" else found
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of one parameter over a stretch of training."""
+
+    parameter: str
+    begin: int
+    end: int
+    steps: Ints
+    """(updates,)"""
+    kind: str
+    settings: dict[str, Floats]
+    factors: Floats
+    """(updates, backward passes), 0 where there was none."""
+
+    def at(self, place: int) -> dict[str, float]:
+        """The settings of one update."""
+        return {name: float(values[place]) for name, values in self.settings.items()}
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """By step: the update's place."""
+        return {int(step): place for place, step in enumerate(self.steps)}
+
+
+def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
+    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
+    if store.manifest.keep == "totals":
+        raise NotRecordedError(
+            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
+            f'were kept for. Record with keep="slots" for the rest.'
+        )
+    if store.manifest.keep == "keys":
+        raise NotRecordedError(
+            f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
+            f'certificate. Record with keep="slots" for those.'
+        )
+    number = store.parameter(parameter)
+    end = store.end_step if end is None else end
+    here = (pl.col("parameter") == number) & (pl.col("step") >= begin) & (pl.col("step") < end)
+    updates = store.updates.filter(here)
+    steps = updates["step"].to_numpy().astype(np.int64)
+    kinds = updates["optimizer"].unique().to_list()
+    if len(kinds) > 1:
+        raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
+    columns = [name for name in updates.columns if name not in FIXED and updates[name].null_count() == 0]
+    settings = {name: updates[name].to_numpy().astype(np.float64) for name in columns}
+    return Updates(
+        parameter, begin, end, steps, kinds[0] if kinds else "sgd", settings, factor_table(updates["factors"])
+    )
+
+
+def factor_table(lists: pl.Series) -> Floats:
+    """(updates, backward passes)."""
+    lengths = lists.list.len().to_numpy().astype(np.int64)
+    table = np.zeros((len(lists), int(lengths.max()) if len(lists) else 0))
+    rows = np.repeat(np.arange(len(lists)), lengths)
+    places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if len(rows):
+        table[rows, places] = lists.explode().drop_nulls().to_numpy()
+    return table
+
+
+class Replayed:
+    """The gradients of a parameter, put together again. Chunks are opened as they are needed."""
+
+    def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, keep: Keep | None = None):
+        self._store, self.updates, self._keep = store, updates, keep
+        self.rows = kept_rows(store, updates.parameter) if rows is None else rows
+        described = store.manifest.parameters[store.parameter(updates.parameter)]
+        self.dtype = compute_dtype(store, updates.parameter)
+        self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
+        self._users = store.users(updates.parameter)
+        self._small = len(described.shape) < 2
+        self._open: (
+            tuple[int, list[tuple[SlotChunk, Layer, np.ndarray[Any, np.dtype[np.bool_]] | None]], Tensor | None] | None
+        ) = None
+        self._ends = [chunk.end_step for chunk in store.manifest.chunks]
+
+    def __call__(self, place: int) -> tuple[Tensor, Tensor | None]:
+        """The gradient of one update, as the optimizer saw it; and, if there is a mask, the part of it that is kept."""
+        step = int(self.updates.steps[place])
+        chunks, kept_gradients = self._chunk(step)
+        factors = self.updates.factors[place]
+        if self._small and kept_gradients is not None:
+            full = kept_gradients[self._row(step)].to(self.dtype)
+            if self._keep is None:
+                return full, None
+            return full, full - self._sum(chunks, step, factors, "left")
+        full = self._sum(chunks, step, factors, "all")
+        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept")
+
+    def _sum(self, chunks: Any, step: int, factors: Floats, which: str) -> Tensor:
+        total = torch.zeros(self.shape, dtype=self.dtype)
+        flat = total.reshape(len(total), -1) if total.dim() > 1 else total
+        for chunk, layer, kept in chunks:
+            low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
+            for block in range(int(low), int(high)):
+                backward = int(chunk.blocks[block, 1])
+                factor = float(factors[backward]) if backward < len(factors) else 0.0
+                start, end = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
+                if factor == 0.0 or start == end:
+                    continue
+                keys, errors = chunk.keys(self.dtype, start, end), chunk.errors(self.dtype, start, end)
+                if which != "all" and kept is not None:
+                    taken = torch.from_numpy(kept[start:end] if which == "kept" else ~kept[start:end])
+                    if not bool(taken.any()):
+                        continue
+                    errors = errors * taken.unsqueeze(1)
+                    keys = weighted_parts(keys, layer, taken)
+                for use in layer.uses:
+                    if use.parameter == self.updates.parameter:
+                        found = of_slots(use, keys, errors, self.rows)
+                        own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
+                        own.add_(found.reshape(own.shape), alpha=factor)
+        return total
+
+    def _chunk(self, step: int) -> Any:
+        place = int(np.searchsorted(self._ends, step, side="right"))
+        if self._open is None or self._open[0] != place:
+            found = []
+            for layer in self._users:
+                chunk = self._store.chunk_of(layer.name, place)
+                if chunk is not None:
+                    found.append((chunk, layer, None if self._keep is None else self._keep(chunk)))
+            self._open = (place, found, self._store.gradients_in(place, self.updates.parameter))
+        return self._open[1], self._open[2]
+
+    def _row(self, step: int) -> int:
+        """The place of an update among those of its chunk."""
+        place = int(np.searchsorted(self._ends, step, side="right"))
+        first = self._store.manifest.chunks[place].first_step
+        low, high = np.searchsorted(self._kept_steps, [first, step])
+        return int(high - low)
+
+    @cached_property
+    def _kept_steps(self) -> Ints:
+        mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
+        steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
+        return steps
+
+
+def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:
+    """An elementwise weight has no error signal to weigh: its slots' own parts are weighed instead."""
+    if layer.form != "parts":
+        return keys
+    return Vectors(keys.vectors() * taken.unsqueeze(1))
+
+
+def stretches(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """0 … count in stretches of at most `size`."""
+    for low in range(0, count, max(size, 1)):
+        yield low, min(low + max(size, 1), count)

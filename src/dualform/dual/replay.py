@@ -1,0 +1,124 @@
+"""Optimizers whose coefficients are matrices: walked forwards for weights, backwards for coefficients.
+
+Forwards, an update needs the gradient that the optimizer saw (for √v̂ and the like), and takes the masked one along. Backwards,
+C_s of the last step comes first; the matrices of a stretch are kept in memory, and stretches are replayed from checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.dual.gradients import Keep, Replayed, Rows, Updates
+from dualform.recursions import KINDS, Factor, Kind, Linear, outer
+from dualform.store.reader import Store
+
+MATRIX_BYTES = 96 << 20
+"""How much memory the matrices of a stretch may take, and the checkpoints of all stretches."""
+
+
+@dataclass
+class Moment:
+    """A parameter and its optimizer state after some step, moving forwards."""
+
+    weight: Tensor
+    average: Tensor
+    shared: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return self.weight.nbytes + self.average.nbytes + sum(t.nbytes for t in self.shared.values())
+
+    def copy(self) -> Moment:
+        """Another one, to be moved on its own."""
+        return Moment(self.weight.clone(), self.average.clone(), {name: t.clone() for name, t in self.shared.items()})
+
+
+def moment(store: Store, parameter: str, step: int, kind: Kind, rows: Rows | None, dtype: torch.dtype) -> Moment:
+    """A parameter as a snapshot has it."""
+    snapshot = store.snapshot(step)
+
+    def read(name: str) -> Tensor:
+        value = snapshot[name] if rows is None else rows.of(snapshot[name])
+        return value.to(dtype, copy=True)
+
+    weight = read(f"model.{parameter}")
+    states = {n: f"state.{parameter}.{n}" for n in kind.state}
+    found = {n: read(full) if full in snapshot else torch.zeros_like(weight) for n, full in states.items()}
+    average = found[kind.average] if kind.average else torch.zeros_like(weight)
+    return Moment(weight, average, {name: found[name] for name in kind.shared})
+
+
+def step_on(now: Moment, kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:
+    """Do one update; gives it as a linear map."""
+    sign, decay, _ = outer(settings)
+    pushed = gradient if sign > 0 else -gradient
+    if decay:
+        pushed = pushed.add(now.weight, alpha=decay)
+    linear = kind.linear(settings, now.shared, pushed)
+    linear.apply(now.weight, now.average, gradient)
+    return linear
+
+
+def forward(store: Store, updates: Updates, keep: Keep | None = None) -> Tensor:
+    """The parameter at the end of the updates, from the snapshot where they begin; with a mask, what the kept slots make of it."""
+    kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
+    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    masked = None if keep is None else (now.weight.clone(), now.average.clone())
+    for place in range(len(updates.steps)):
+        full, kept = gradients(place)
+        linear = step_on(now, kind, updates.at(place), full)
+        if masked is not None:
+            assert kept is not None
+            linear.apply(*masked, kept)
+    return (now.weight if masked is None else masked[0]).double()
+
+
+class Backward:
+    """The coefficient matrices of a parameter, from the last step to the first. Afterwards p and q are those of the beginning:
+    X_T = p·W_0 + q·m_0 − Σ_s C_s ⊙ gradient_s.
+    """
+
+    def __init__(self, store: Store, updates: Updates, rows: Rows | None = None):
+        self._updates, self._kind = updates, KINDS[updates.kind]
+        self._gradients = Replayed(store, updates, rows)
+        self.rows = self._gradients.rows
+        self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
+        self.p: Factor = torch.ones_like(self.first.weight)
+        self.q: Factor = torch.zeros_like(self.first.weight)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """(place of the update, C_s)."""
+        return self._stretch(0, len(self._updates.steps), self.first.copy())
+
+    @property
+    def initial(self) -> Tensor:
+        """The initial part, after the walk."""
+        return (self.first.weight * self.p + self.first.average * self.q).double()
+
+    def _stretch(self, low: int, high: int, now: Moment) -> Iterator[tuple[int, Tensor]]:
+        count = high - low
+        if 2 * count * now.weight.nbytes <= MATRIX_BYTES or count <= 4:
+            linears = [self._on(now, place) for place in range(low, high)]
+            for place in range(high - 1, low - 1, -1):
+                found, self.p, self.q = linears.pop().back(self.p, self.q)
+                yield place, found if isinstance(found, Tensor) else torch.full_like(now.weight, found)
+            return
+        parts = int(max(2, min(count // 2, MATRIX_BYTES // max(now.nbytes, 1))))
+        starts = list(range(low, high, -(-count // parts)))
+        saved: list[Moment] = []
+        for place in range(low, starts[-1] + 1):
+            if place == starts[len(saved)]:
+                saved.append(now.copy())
+                if len(saved) == len(starts):
+                    break
+            self._on(now, place)
+        for start, end in reversed(list(zip(starts, [*starts[1:], high], strict=True))):
+            yield from self._stretch(start, end, saved.pop())
+
+    def _on(self, now: Moment, place: int) -> Linear:
+        return step_on(now, self._kind, self._updates.at(place), self._gradients(place)[0])

@@ -1,0 +1,61 @@
+"""What a slot adds to a target: ⟨∂target/∂parameter, coefficient ⊙ error signal ⊗ key⟩, for every use of a parameter.
+
+∂target/∂parameter at a query is a sum of slope ⊗ query over its positions. A parameter may be used by one layer at the query
+and by another one at the slot (tied weights): everything is brought to the parameter's own orientation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dualform.dual.gradients import Rows
+from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.streams import Layer, Use
+
+
+def products(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, rows: Rows | None) -> Tensor:
+    """∂target/∂parameter (that part of it which is used), (examples, rows, columns), or (examples, d) for vectors.
+
+    queries (examples, positions, d_in); slopes (examples, positions, d_out); rows: only these of the parameter.
+    """
+    if use.role == "scale":
+        return queries.sum(1)
+    slopes = part(slopes, use.errors)
+    if use.role == "bias":
+        return slopes.sum(1)
+    if rows is not None:
+        slopes = slopes[..., rows.places]
+    examples, positions, d_out = slopes.shape
+    if layer.form == "numbers":
+        places = queries.reshape(examples, positions).long()
+        table = torch.zeros(examples, layer.d_in, d_out, dtype=slopes.dtype)
+        table.scatter_add_(1, places.unsqueeze(-1).expand(-1, -1, d_out), slopes)
+        return table if use.role == "table" else table.transpose(1, 2)
+    keys = part(queries, use.keys)
+    if use.groups > 1:
+        slopes = slopes.reshape(examples, positions, use.groups, -1)
+        keys = keys.reshape(examples, positions, use.groups, -1)
+        return torch.einsum("qpgo,qpgi->qgoi", slopes, keys).reshape(examples, d_out, -1)
+    found = slopes.transpose(1, 2) @ keys
+    return found.transpose(1, 2) if use.role == "table" else found
+
+
+def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | None) -> Tensor:
+    """⟨product, error signal ⊗ key⟩ for each slot, (examples, slots). product: as above, coefficients included."""
+    if use.role == "scale":
+        return product @ keys.vectors().T
+    errors = part(errors, use.errors) if rows is None else errors[:, rows.columns]
+    if use.role == "bias":
+        return product @ errors.T
+    if use.role == "table":
+        product = product.transpose(1, 2)
+    if isinstance(keys, Numbers):
+        return torch.stack([(errors * one[:, keys.places].T).sum(1) for one in product])
+    vectors = part(keys.vectors(), use.keys)
+    if use.groups == 1:
+        return torch.stack([((errors @ one) * vectors).sum(1) for one in product])
+    apart = errors.reshape(len(errors), use.groups, -1).transpose(0, 1)
+    taken = vectors.reshape(len(errors), use.groups, -1).transpose(0, 1)
+    blocks = product.reshape(len(product), use.groups, apart.shape[-1], taken.shape[-1])
+    return torch.stack([((apart @ one) * taken).sum((0, 2)) for one in blocks])

@@ -1,0 +1,38 @@
+"""What a rule finds in a module that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Errors = Sequence[Tensor | None] | None
+"""The gradients of a watch's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Keys (*lead, …) and error signals (*lead, …) of one of a module's layers."""
+
+    layer: str
+    """Which one: what its name has beyond the module's."""
+    keys: Tensor
+    errors: Tensor | None
+    axis: int | None = None
+    """The leading axis that holds the rows, if the module says so itself."""
+    lead: int | None = None
+    """How many leading axes there are, if not all but the last."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where slots will come from."""
+
+    outputs: list[Tensor]
+    """The tensors whose gradients are needed."""
+    slots: Callable[[Errors], list[Found]]
+    key: Tensor
+    """What came in: it may tell how it was flattened, and whether it comes from data."""

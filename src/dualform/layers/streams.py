@@ -1,0 +1,91 @@
+"""What a recorded layer is: a stream of slots, and how they make up the parameters that it uses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FORMS = ("vectors", "numbers", "maps", "parts")
+"""How keys are stored: as they are; as the place of the one in a one-hot vector; as feature maps, from which patches are
+cut; as each slot's own part of an elementwise weight's gradient (then there is no key)."""
+ROLES = ("weight", "table", "bias", "scale")
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a layer's slots make up a parameter.
+
+    weight: gradient = Σ error ⊗ key; table: Σ key ⊗ error (it is stored the other way round); bias: Σ error; scale: Σ of the
+    slots' own parts.
+    """
+
+    parameter: str
+    role: str
+    rows: tuple[int, ...] = ()
+    """(begin, end) of the parameter's first axis, if it is a part of it."""
+    keys: tuple[int, ...] = ()
+    """(begin, end) of the key, if it is a part of it."""
+    errors: tuple[int, ...] = ()
+    """begin, end, begin, end … of the error signal, if it is a part of it."""
+    groups: int = 1
+    """Key and error signal fall into so many groups, each with a linear map of its own (convolutions)."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How patches are cut from feature maps: one number for each axis."""
+
+    channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    """Before and after each axis."""
+    dilation: tuple[int, ...]
+    mode: str
+    """How the border is filled: zeros, reflect, replicate, circular."""
+
+    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """How many patches there are along each axis of maps of this size."""
+        return tuple(
+            (n + self.padding[2 * i] + self.padding[2 * i + 1] - self.dilation[i] * (self.kernel[i] - 1) - 1) // self.stride[i] + 1
+            for i, n in enumerate(size)
+        )  # fmt: skip
+
+    @property
+    def patch(self) -> int:
+        """How long a patch is."""
+        return self.channels * math.prod(self.kernel)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One recorded layer: its place in the list of layers is its number in chunks."""
+
+    name: str
+    kind: str
+    d_in: int
+    d_out: int
+    uses: tuple[Use, ...]
+    form: str = "vectors"
+    geometry: Geometry | None = None
+    outputs: tuple[int, ...] = ()
+    """The output units whose error signals are kept, if not all are."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters that it uses, each once."""
+        return list(dict.fromkeys(use.parameter for use in self.uses))
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys, hence attention weights."""
+        return self.form != "parts"
+
+    def bilinear(self) -> list[Use]:
+        """The uses in which an error signal meets a key."""
+        return [use for use in self.uses if use.role in ("weight", "table")]
+
+
+def joined(module: str, layer: str) -> str:
+    """The name of one of a module's layers."""
+    return f"{module}.{layer}" if module and layer else module or layer
