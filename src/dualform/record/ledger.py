@@ -114,6 +114,7 @@ class ParameterLedger:
         # A weight of few rows has fewer parts: none of them may be empty
         self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
         self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(columns)
+        self._parts: list[Tensor] = []
         self.remember()
 
     def seen(self, tensor: Tensor) -> audit.Seen:
@@ -138,9 +139,13 @@ class ParameterLedger:
 
     def remember(self, value: Tensor | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value."""
-        now = self._projected((self.parameter if value is None else value).detach()).cpu().numpy().ravel()
+        parameter = self.parameter
+        now = self._projected((parameter if value is None else value).detach()).cpu().numpy().ravel()
         self._seen = now if self.is_matrix else now.copy()
-        self._mark = (self.parameter._version, self.parameter.data_ptr())
+        mark = (parameter._version, parameter.data_ptr())
+        if self.is_matrix and (not self._parts or mark[1] != self._mark[1]):
+            self._parts = list(parameter.detach().reshape(self.rows, -1).split(self._part))
+        self._mark = mark
 
     @property
     def fingerprint(self) -> float:
@@ -154,17 +159,22 @@ class ParameterLedger:
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        known, now = self._seen, self.parameter.detach()
-        if self._mark == (self.parameter._version, self.parameter.data_ptr()):
+        known, parameter = self._seen, self.parameter
+        if self._mark == (parameter._version, parameter.data_ptr()):
             self._turn = (self._turn + 1) % self._turns
-            if self.is_matrix:
-                low, high = self._turn * self._part, (self._turn + 1) * self._part
-                known, now = known[low * self.columns : high * self.columns], now[low:high]
-            elif self._turn:
-                return False
+            if not self.is_matrix:
+                if self._turn:
+                    return False
+                now = parameter.detach()
+            else:
+                low = self._turn * self._part * self.columns
+                known, now = known[low : low + self._part * self.columns], self._parts[self._turn]
+        else:
+            now = parameter.detach()
         found = self._projected(now).cpu().numpy().ravel()
         # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
-        if _norm(found - known) <= self._slack * _norm(known):
+        rest = found - known
+        if float(rest @ rest) <= self._slack * self._slack * float(known @ known):
             return False
         return not np.array_equal(found, known, equal_nan=True)
 
@@ -200,7 +210,7 @@ class ParameterLedger:
         elif use.role == "weight":
             projected = keys.project(self.random_like(errors), use.keys, use.groups)
             if use.groups == 1:
-                own += (used.T @ projected).cpu().numpy()
+                own += (projected.T @ used).T.cpu().numpy()
             else:
                 apart = used.reshape(len(used), use.groups, -1)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
@@ -229,6 +239,32 @@ class LayerLedger:
         """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
         self.consumed: set[int] = set()
         """Those that an earlier step has stored."""
+        self._products = torch.zeros(0)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether it is like nn.Linear with a bias, both trained: then weight and bias are added in one product."""
+        if [use.role for use in self.layer.uses] != ["weight", "bias"] or self.layer.kind != "linear":
+            return False
+        return all(p.parameter.requires_grad for _, p in self.uses)
+
+    def _add_plain(self, task: int, keys: Tensor, errors: Tensor, norm: float) -> None:
+        (_, weight), (_, bias) = self.uses
+        columns = weight.columns
+        if len(self._products) != len(keys) or self._products.dtype != keys.dtype:
+            self._products = keys.new_ones(len(keys), columns + 1)
+        torch.mm(keys, weight.random_like(keys), out=self._products[:, :columns])
+        both = (self._products.T @ errors).T.cpu().numpy()
+        projected = self._products[:, :columns].cpu().numpy()
+        for parameter, added, size in (
+            (weight, both[:, :columns], float(np.linalg.norm(projected))),
+            (bias, both[:, columns:], math.sqrt(len(keys))),
+        ):
+            link = parameter.link(task)
+            link.added += added.ravel()
+            link.scale += norm * size
+            if errors.dtype != parameter.parameter.dtype:
+                link.roundoff = max(link.roundoff, roundoff(errors))
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call."""
@@ -248,9 +284,12 @@ class LayerLedger:
             keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
         norms = torch.linalg.vector_norm(errors, dim=1).cpu().numpy()
         size_of_errors = _norm(norms)
-        for use, parameter in self.uses:
-            if parameter.parameter.requires_grad:
-                parameter.add(task, use, keys, errors, size_of_errors)
+        if self._plain and isinstance(keys, Vectors):
+            self._add_plain(task, keys.data, errors, size_of_errors)
+        else:
+            for use, parameter in self.uses:
+                if parameter.parameter.requires_grad:
+                    parameter.add(task, use, keys, errors, size_of_errors)
         kept_errors = None
         if store_as.keep != "keys":
             if layer.outputs:

@@ -60,6 +60,7 @@ class Pool:
         self._filling: dict[str, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
+        self._scratch = torch.empty(0)
 
     def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab]:
         """Room for vectors (n, d), with any content."""
@@ -72,6 +73,12 @@ class Pool:
                 slab = self._filling[name] = self._slab(shape, dtype)
             slab.used, slab.out = slab.used + shape[0], slab.out + 1
             return slab.memory[slab.used - shape[0] : slab.used], slab
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Room for something that is used at once, of the same shape and type."""
+        if self._scratch.dtype != like.dtype or self._scratch.numel() < like.numel():
+            self._scratch = torch.empty(like.numel(), dtype=like.dtype)
+        return self._scratch[: like.numel()].view(like.shape)
 
     def give(self, vectors: Encoded) -> None:
         """Take back vectors that nobody looks at any more."""
@@ -128,7 +135,8 @@ def encode(
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
     exponents = (bounds.astype(np.float32, copy=False).view(np.int32) >> 23) - (126 + TOP)
     scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
-    torch.mul(vectors, scale.unsqueeze(1), out=data)
+    # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
+    data.copy_(torch.mul(vectors, scale.unsqueeze(1), out=None if pool is None else pool.scratch(vectors)))
     return Encoded(data, torch.from_numpy(exponents.astype(np.int16)), slab)
 
 
