@@ -160,7 +160,11 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int
     floor = unit * math.sqrt(updates) * float(reached.norm())
     gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
     tolerance = max(TOLERANCE.get(described.dtype, TOLERANCE["float16"]), TOLERANCE[store.manifest.dtype])
+    coarse = "autocast" in mine.columns and mine["autocast"].drop_nulls().len() > 0
+    tolerance = max(tolerance, TOLERANCE["float16"]) if coarse else tolerance
     verdict, reason = _judge(gap, distance, floor, tolerance, movement)
+    if coarse and verdict == "pass":
+        reason += " (autocast: its gradients were rounded to 16 bits)"
     lost = not_finite_from(store, store.parameter(name), end)
     mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
     if lost is not None:

@@ -165,12 +165,14 @@ class Replayed:
             full = kept_gradients[self._row(step)].to(self.dtype)
             if self._keep is None:
                 return full, None
-            return full, full - self._sum(chunks, step, factors, "left")
-        full = self._sum(chunks, step, factors, "all")
-        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept")
+            return full, (full.double() - self._sum(chunks, step, factors, "left")).to(self.dtype)
+        full = self._sum(chunks, step, factors, "all").to(self.dtype)
+        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept").to(self.dtype)
 
     def _sum(self, chunks: Any, step: int, factors: Floats, which: str) -> Tensor:
-        total = torch.zeros(self.shape, dtype=self.dtype)
+        # What slots write to a bias may cancel to rounding (a bias before a normalisation): float64 keeps it apart
+        dtype = torch.float64 if self._small else self.dtype
+        total = torch.zeros(self.shape, dtype=dtype)
         flat = total.reshape(len(total), -1) if total.dim() > 1 else total
         for chunk, layer, kept in chunks:
             low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
@@ -180,7 +182,7 @@ class Replayed:
                 start, end = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
                 if factor == 0.0 or start == end:
                     continue
-                keys, errors = chunk.keys(self.dtype, start, end), chunk.errors(self.dtype, start, end)
+                keys, errors = chunk.keys(dtype, start, end), chunk.errors(dtype, start, end)
                 if which != "all" and kept is not None:
                     taken = torch.from_numpy(kept[start:end] if which == "kept" else ~kept[start:end])
                     if not bool(taken.any()):

@@ -85,7 +85,7 @@ def _add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
-    dtype, updates = compute_dtype(store, parameter), found.updates
+    dtype, updates = torch.float64 if total.dim() < 2 else compute_dtype(store, parameter), found.updates
     flat = total.reshape(len(total), -1) if total.dim() > 1 else total
     for layer in store.users(parameter):
         for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):

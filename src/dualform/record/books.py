@@ -151,6 +151,8 @@ class Books:
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
             settings = replay.settings(group, state.get(ledger.parameter, {})) if replay else {}
+            if unit > roundoff(ledger.parameter):
+                settings["autocast"] = unit
             yield _Audited(ledger, gradient, links, verdict, settings)
 
     def _store_slots(self, parameters: set[int], tasks: dict[int, set[int]], step: records.Step) -> None:

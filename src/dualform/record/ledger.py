@@ -77,6 +77,7 @@ class Link:
     scale: float = 0.0
     counted: bool = False
     roundoff: float = 0.0
+    """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
 
     def seen(self) -> audit.Link:
         """What the audit needs to know."""
@@ -115,6 +116,7 @@ class ParameterLedger:
         self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
         self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(columns)
         self._parts: list[Tensor] = []
+        self._mark = (-1, 0)
         self.remember()
 
     def seen(self, tensor: Tensor) -> audit.Seen:
@@ -144,7 +146,7 @@ class ParameterLedger:
         self._seen = now if self.is_matrix else now.copy()
         mark = (parameter._version, parameter.data_ptr())
         if self.is_matrix and (not self._parts or mark[1] != self._mark[1]):
-            self._parts = list(parameter.detach().reshape(self.rows, -1).split(self._part))
+            self._parts = list(torch.split(parameter.detach().reshape(self.rows, -1), self._part))
         self._mark = mark
 
     @property
@@ -222,8 +224,6 @@ class ParameterLedger:
                 math.sqrt(len(errors)) if isinstance(keys, Numbers) else float(torch.linalg.vector_norm(keys.vectors()))
             )
             link.scale += size * _norm(projected.cpu().numpy().ravel())
-        if errors.dtype != self.parameter.dtype:
-            link.roundoff = max(link.roundoff, roundoff(errors))
 
 
 class LayerLedger:
@@ -263,24 +263,27 @@ class LayerLedger:
             link = parameter.link(task)
             link.added += added.ravel()
             link.scale += norm * size
-            if errors.dtype != parameter.parameter.dtype:
-                link.roundoff = max(link.roundoff, roundoff(errors))
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call."""
         assert visit.batch is not None
         assert found.errors is not None
-        layer, detached = self.layer, found.keys.detach()
+        layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
+        unit = 0.0
+        if arrived.dtype in (torch.float16, torch.bfloat16):  # autocast: the gradient is made of the input as it was cast
+            unit, kind = roundoff(arrived), self.uses[0][1].parameter.dtype
+            detached = detached.to(arrived.dtype).to(kind) if detached.is_floating_point() else detached
+            arrived = arrived.to(kind)
         positions, shape = layout.positions, tuple[int, ...]()
         keys: Keys
         if layer.geometry is not None:
             size = tuple(detached.shape[2:])
             stored = layout.slots(detached.flatten(1))
             keys = Maps(stored.reshape(-1, layer.geometry.channels, *size), layer.geometry)
-            errors = layout.slots(found.errors.flatten(1)).reshape(-1, found.errors.shape[-1])
+            errors = layout.slots(arrived.flatten(1)).reshape(-1, arrived.shape[-1])
             shape, positions = (positions, *size), positions * math.prod(layer.geometry.positions(size))
         else:
-            stored, errors = layout.slots(detached), layout.slots(found.errors.detach())
+            stored, errors = layout.slots(detached), layout.slots(arrived)
             keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
         norms = torch.linalg.vector_norm(errors, dim=1).cpu().numpy()
         size_of_errors = _norm(norms)
@@ -290,6 +293,8 @@ class LayerLedger:
             for use, parameter in self.uses:
                 if parameter.parameter.requires_grad:
                     parameter.add(task, use, keys, errors, size_of_errors)
+        for _, parameter in self.uses if unit else ():
+            parameter.link(task).roundoff = unit
         kept_errors = None
         if store_as.keep != "keys":
             if layer.outputs:
