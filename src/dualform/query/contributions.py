@@ -15,6 +15,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.certificate import Progress
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
 from dualform.dual.gradients import Rows, Updates, chosen_rows, kept_rows, updates_of
 from dualform.dual.replay import Backward
@@ -50,6 +51,7 @@ class LayerContributions(Answer):
         *,
         asked: Layer | None = None,
         uses: Sequence[Use] | None = None,
+        progress: Progress | None = None,
     ):
         """queries (examples, positions, d_in); gradients (examples, positions, d_out); target (examples,).
 
@@ -62,6 +64,7 @@ class LayerContributions(Answer):
         self._asked = layer if asked is None else asked
         self._uses = self._asked.uses if uses is None else uses
         self._found: tuple[slice, Tensor] | None = None
+        self._progress = progress
 
     def __repr__(self) -> str:
         return f"LayerContributions({self.layer.name!r}, {len(self._target)} queries): top, total, contributions, parts"
@@ -78,7 +81,7 @@ class LayerContributions(Answer):
         return {
             other.name: LayerContributions(
                 self._store, other, self._end, self._queries, self._gradients, self._target, self._dtype,
-                asked=self._asked, uses=[use for use in self._uses if use.parameter in other.parameters],
+                asked=self._asked, uses=[use for use in self._uses if use.parameter in other.parameters], progress=self._progress,
             )
             for other in others
             if self._asked is self.layer and not self._disjoint(other)
@@ -319,6 +322,8 @@ class LayerContributions(Answer):
                         total[:, chunk.first_slot + low : chunk.first_slot + high] += found * scale.T
                 continue
             for place, matrix in Backward(self._store, updates, rows):
+                if self._progress is not None:
+                    self._progress(f"replaying {use.parameter}", len(updates.steps) - place, len(updates.steps))
                 part_of = matrix.reshape(len(matrix), -1) if matrix.dim() > 1 else matrix
                 part_of = part_of[use.rows[0] : use.rows[1]] if use.rows else part_of
                 weighed = product * part_of.reshape(product.shape[1:])

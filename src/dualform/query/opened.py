@@ -164,12 +164,18 @@ class Dual:
         return ByLayer(self.store, answers)
 
     def contributions(
-        self, inputs: Any, *, target: Target = None, rows: int | None = None
+        self,
+        inputs: Any,
+        *,
+        target: Target = None,
+        rows: int | None = None,
+        progress: certificate.Progress | None = None,
     ) -> ByLayer[LayerContributions]:
         """The contribution of every slot to a target, signed; exact in the layer whose output the target is.
 
         target: an output unit, one for each example, or a function of the model's output that gives one number for
-        each example; default: the unit with the largest output.
+        each example; default: the unit with the largest output. progress: called while optimizers with matrices as
+        coefficients are replayed.
         """
         if self._model is None:
             raise QuestionError("contributions() needs the model: dualform.open(path, model).")
@@ -178,7 +184,7 @@ class Dual:
         captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
         return ByLayer(
             self.store,
-            {name: self._contribution(name, c, captured.target) for name, c in captured.layers.items()},
+            {name: self._contribution(name, c, captured.target, progress) for name, c in captured.layers.items()},
         )
 
     def masked(
@@ -187,6 +193,7 @@ class Dual:
         keep: pl.Expr | str | None = None,
         drop: pl.Expr | str | None = None,
         layers: str | Collection[str] | None = None,
+        progress: certificate.Progress | None = None,
     ) -> nn.Module:
         """A plain copy of the model whose layers remember only some of their slots.
 
@@ -213,7 +220,7 @@ class Dual:
             )
         mask = Mask(self.store, condition, self.end_step, name=name)
         takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
-        for parameter in self._parameters(layers):
+        for parameter in _counted("masking", self._parameters(layers), progress):
             self._whole(parameter, "masked()")
             weights[parameter] = rebuilt(self.store, parameter, begin=0, end=self.end_step, keep=takes_part)
         return self._with(weights)
@@ -222,9 +229,9 @@ class Dual:
         """The dual as it was after `step` updates."""
         return Dual(self.store, self._model, self._moment(step))
 
-    def at_step(self, step: int) -> nn.Module:
+    def at_step(self, step: int, *, progress: certificate.Progress | None = None) -> nn.Module:
         """A plain copy of the model as it was after `step` updates."""
-        return self._with(self._weights_at(self._moment(step)))
+        return self._with(self._weights_at(self._moment(step), progress))
 
     def primal(self) -> nn.Module:
         """A plain copy of the trained model at this moment, in evaluation mode."""
@@ -309,13 +316,17 @@ class Dual:
         dtype = compute_dtype(self.store, layer.parameters[0])
         return LayerAttention(self.store, layer, self.end_step, queries, dtype)
 
-    def _contribution(self, name: str, captured: Captured, target: Tensor) -> LayerContributions:
+    def _contribution(
+        self, name: str, captured: Captured, target: Tensor, progress: certificate.Progress | None
+    ) -> LayerContributions:
         _, layer = self.store.layer(name)
         dtype = compute_dtype(self.store, layer.parameters[0])
         assert captured.gradients is not None
-        return LayerContributions(self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype)
+        return LayerContributions(
+            self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype, progress=progress
+        )
 
-    def _weights_at(self, step: int) -> dict[str, Tensor]:
+    def _weights_at(self, step: int, progress: certificate.Progress | None = None) -> dict[str, Tensor]:
         """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot."""
         nearest = max(s for s in self.store.snapshot_steps() if s <= step)
         snapshot = self.store.snapshot(nearest)
@@ -335,9 +346,9 @@ class Dual:
                 f"{', '.join(sorted(others))}",
                 stacklevel=4,
             )
-        for parameter in self.store.manifest.parameters:
-            self._whole(parameter.name, f"the network after step {step}")
-            weights[parameter.name] = rebuilt(self.store, parameter.name, begin=nearest, end=step)
+        for name in _counted("rebuilding", [p.name for p in self.store.manifest.parameters], progress):
+            self._whole(name, f"the network after step {step}")
+            weights[name] = rebuilt(self.store, name, begin=nearest, end=step)
         return weights
 
     def _aliases(self) -> set[str]:
@@ -357,6 +368,16 @@ class Dual:
                 if name in weights and name not in aliases and isinstance(value, Tensor):
                     value.data.copy_(weights[name])
         return model
+
+
+def _counted(what: str, names: list[str], progress: certificate.Progress | None) -> Iterator[str]:
+    """Tell how far we are."""
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(what, done, len(names))
+        yield name
+    if progress is not None:
+        progress(what, len(names), len(names))
 
 
 def _matching(store: Store, model: nn.Module) -> nn.Module:

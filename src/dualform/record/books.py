@@ -102,7 +102,7 @@ class Books:
         for ledger, _ in self.recorded(numbers):
             ledger.remember()
             if step is not None:
-                step.after[ledger.number] = ledger.fingerprint
+                step.after[ledger.number] = ledger.fingerprint_later()
         for ledger, name, value in self.optimizer_state():
             self._states[ledger.number, name] = (value, value._version)
 

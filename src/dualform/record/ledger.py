@@ -7,6 +7,7 @@ pass. A parameter may be used by several layers (tied weights), a layer may use 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +155,11 @@ class ParameterLedger:
         """One number that tells what was remembered: r · (W R)."""
         return float(self.mixed @ self._seen)
 
+    def fingerprint_later(self) -> Callable[[], float]:
+        """The same, to be computed by who writes it down."""
+        mixed, seen = self.mixed, self._seen
+        return lambda: float(mixed @ seen)
+
     @property
     def size(self) -> float:
         """About how large the fingerprint can be: the norm of what was remembered."""
@@ -270,7 +276,10 @@ class LayerLedger:
         assert found.errors is not None
         layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
         unit = 0.0
-        if arrived.dtype in (torch.float16, torch.bfloat16):  # autocast: the gradient is made of the input as it was cast
+        if arrived.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # autocast: the gradient is made of the input as it was cast
             unit, kind = roundoff(arrived), self.uses[0][1].parameter.dtype
             detached = detached.to(arrived.dtype).to(kind) if detached.is_floating_point() else detached
             arrived = arrived.to(kind)

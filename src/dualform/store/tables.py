@@ -63,12 +63,17 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
         "factors": pl.Series([u.factors for _, u in lines], dtype=pl.List(pl.Float64)),
         "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
-        "after": pl.Series([step.after.get(u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
+        "after": pl.Series([_after(step, u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
         "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
     }
     for name in settings:
         table[name] = pl.Series([u.settings.get(name) for _, u in lines], dtype=pl.Float64)
     return pl.DataFrame(table)
+
+
+def _after(step: Step, parameter: int) -> float | None:
+    found = step.after.get(parameter)
+    return None if found is None else found()
 
 
 def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
