@@ -263,6 +263,69 @@ def cell(network: str, optimizer: str, dtype: str, steps: int, folder: Path) -> 
     )  # fmt: skip
 
 
+INTRODUCTION = """# Exactness, measured
+
+Written by `python bench/exactness.py --out bench/results/exactness.json --page docs/exactness.md` (torch {torch}, {steps} steps each,
+batches of {rows}, a cosine schedule, clipping by norm, one thread).
+
+Each network is trained with each optimizer while it is recorded, and then checked in four ways:
+
+- **verify**: every parameter put together from its slots, against the trained one;
+- **middle**: `at_step({middle})` against the weights that training had then;
+- **masks**: `masked(keep=half)` + `masked(drop=half)` − `masked(keep=nothing)` against the trained weights;
+- **logit**: the contributions of the last layer and its initial part, summed, against the model's own logit, for five inputs.
+
+A figure is the worst of all parameters: ‖difference‖ / ‖W_T − W_0‖; for masks, relative to how far the two masked networks moved (a
+bias before a normalisation has no true gradient, so its two halves are far larger than their sum); for the logit, relative to the
+sizes of its parts. Training rounds at each step, so even an ideal dual form differs by about one *rounding floor*, u·√steps·‖W‖. A
+parameter passes if its figure is at most {float32:.0e} in float32 and {float64:.0e} in float64, or if the difference is within 4
+floors; where it is the floors that decide, they stand in brackets. The logit passes at 1e-4.
+
+| network | what it is | parameters |
+|---|---|--:|
+"""
+ABOUT = {
+    "MLP": "64-32-32-4, ReLU and tanh",
+    "CNN": "two convolutions (the second in groups), batch and group normalisation, pooling",
+    "LSTM": "language model: embedding, one LSTM layer, decoder",
+    "GRU": "language model: embedding, two GRU layers, decoder",
+    "Transformer": "embedding and two `nn.TransformerEncoderLayer`s with dropout, mean over positions",
+    "GPT": "decoder of two blocks with causal attention, tied embeddings, learnt positions",
+}
+
+
+def page(cells: list[Cell], steps: int) -> str:
+    """What was measured, as a page."""
+    text = INTRODUCTION.format(
+        torch=torch.__version__.split("+")[0], steps=steps, rows=ROWS, middle=steps // 2, **TOLERANCE
+    )
+    known = {cell.network: cell.parameters for cell in cells}
+    text += "".join(f"| {name} | {ABOUT[name]} | {count} |\n" for name, count in known.items())
+    for dtype in dict.fromkeys(cell.dtype for cell in cells):
+        text += f"\n## {dtype}\n\n| network | optimizer | verify | middle | masks | logit | verdict |\n|---|---|--:|--:|--:|--:|---|\n"
+        for one in (cell for cell in cells if cell.dtype == dtype):
+            figures = [
+                f"{gap:.0e}" + (f" ({floors:.1f})" if gap > TOLERANCE[dtype] else "")
+                for gap, floors in ((one.gap, one.floors), (one.middle, one.middle_floors), (one.mask, one.mask_floors))
+            ]
+            text += f"| {one.network} | {one.optimizer} | {' | '.join(figures)} | {one.logit:.0e} | {verdict(one)} |\n"
+    missed = [one for one in cells if verdict(one) != "pass"]
+    return text + f"\n{len(cells) - len(missed)} of {len(cells)} cells pass.\n"
+
+
+def verdict(one: Cell) -> str:
+    """Whether a cell keeps all its promises."""
+    bound = TOLERANCE[one.dtype]
+    checks = {
+        "verify": not one.failed,
+        "middle": one.middle <= bound or one.middle_floors <= 4,
+        "masks": one.mask <= bound or one.mask_floors <= 4,
+        "logit": one.logit <= 1e-4,
+    }
+    missed = [name for name, passed in checks.items() if not passed]
+    return "pass" if not missed else f"**misses {', '.join(missed)}** {' '.join(one.failed)}".strip()
+
+
 def main() -> None:
     """All cells."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -271,7 +334,13 @@ def main() -> None:
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--dtypes", default="float32,float64")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, help="write a page from what was measured")
+    parser.add_argument("--from", dest="known", type=Path, help="write the page from an earlier --out; measure nothing")
     arguments = parser.parse_args()
+    if arguments.known:
+        document = json.loads(arguments.known.read_text())
+        arguments.page.write_text(page([Cell(**one) for one in document["cells"]], document["steps"]))
+        return
     cells = []
     torch.set_num_threads(1)  # the networks are small
     with tempfile.TemporaryDirectory() as temporary:
@@ -289,6 +358,8 @@ def main() -> None:
                     if arguments.out:
                         document = {"steps": arguments.steps, "cells": [asdict(one) for one in cells]}
                         arguments.out.write_text(json.dumps(document, indent=1))
+    if arguments.page:
+        arguments.page.write_text(page(cells, arguments.steps))
 
 
 if __name__ == "__main__":
