@@ -6,7 +6,7 @@ from torch.nn import functional as F
 import dualform
 from dualform.dual.coefficients import coefficients
 from dualform.dual.weights import rebuilt, rebuilt_layer
-from dualform.store import reader
+from dualform.store import slots
 from reference import attention as reference
 from reference import sgd as reference_sgd
 from training import network, samples, train
@@ -80,7 +80,7 @@ def test_decoding_in_pieces_changes_nothing(trained, monkeypatch, piece_bytes):
     store = trained.dual.store
     _, layer = store.layer("0")
     whole = rebuilt(store, f"{layer.name}.weight", begin=0, end=6)
-    monkeypatch.setattr(reader, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(slots, "PIECE_BYTES", piece_bytes)
     torch.testing.assert_close(rebuilt(store, f"{layer.name}.weight", begin=0, end=6), whole, rtol=0, atol=1e-15)
 
 

@@ -6,7 +6,7 @@ import torch
 import dualform
 from dualform.errors import QuestionError, UnknownLayerError
 from dualform.query import answers
-from dualform.store import reader
+from dualform.store import slots
 from reference import attention as reference
 from reference import ranking
 from training import samples, train
@@ -109,7 +109,7 @@ def test_tiles_and_pieces_of_any_size_give_the_same(dual, monkeypatch, size):
 
     expected = ask()
     monkeypatch.setattr(answers, "TILE_BYTES", size)
-    monkeypatch.setattr(reader, "PIECE_BYTES", size)
+    monkeypatch.setattr(slots, "PIECE_BYTES", size)
     for found, frame in zip(ask(), expected, strict=True):
         assert found.drop("weight", "total", strict=False).equals(frame.drop("weight", "total", strict=False))
         for name in {"weight", "total"} & set(frame.columns):

@@ -7,7 +7,7 @@ from torch import nn
 import dualform
 from dualform.dual.coefficients import coefficients
 from dualform.errors import QuestionError
-from dualform.store import reader
+from dualform.store import slots
 from reference import attention as reference
 from reference import ranking
 from training import samples, train
@@ -178,7 +178,7 @@ def test_positions_of_the_query_are_summed(tmp_path):
 @pytest.mark.parametrize("size", [1, 2000])
 def test_pieces_of_any_size_give_the_same(trained, monkeypatch, size):
     expected = all_contributions(trained.dual.contributions(INPUTS, target=0)["2"])
-    monkeypatch.setattr(reader, "PIECE_BYTES", size)
+    monkeypatch.setattr(slots, "PIECE_BYTES", size)
     found = all_contributions(trained.dual.contributions(INPUTS, target=0)["2"])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
@@ -197,7 +197,7 @@ def test_memory_counts_the_positions_of_the_queries(tmp_path, monkeypatch):
     torch.manual_seed(0)
     run = train(tmp_path / "run", model=Tokens().double(), steps=2)
     answer = run.dual.contributions(INPUTS, target=0)["map"]
-    monkeypatch.setattr(reader, "PIECE_BYTES", 8 * 12 * 50 * 20)
+    monkeypatch.setattr(slots, "PIECE_BYTES", 8 * 12 * 50 * 20)
     sizes = [scores.shape[1] for _, scores in answer.contributions()]
     assert sum(sizes) == 500
     assert max(sizes) <= 20

@@ -9,7 +9,8 @@ import numpy as np
 
 from dualform.dual.gradients import Updates, updates_of
 from dualform.recursions import KINDS, Floats, Walked, walk_back
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dualform.errors import NotRecordedError
 from dualform.layers.keys import Keys, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]

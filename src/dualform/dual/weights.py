@@ -12,7 +12,8 @@ from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slo
 from dualform.dual.replay import Backward, forward
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 __all__ = ["Keep", "compute_dtype"]
 

@@ -21,7 +21,8 @@ from dualform.query.masks import Mask
 from dualform.query.ranking import Best
 from dualform.query.slots import describe
 from dualform.store.format import Layer
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 TILE_BYTES = 64 << 20
 """How large a tile of scores (queries × slots) may be."""

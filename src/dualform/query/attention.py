@@ -13,7 +13,8 @@ from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
 from dualform.query.answers import Answer, Scores
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 
 class LayerAttention(Answer):

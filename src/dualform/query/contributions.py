@@ -27,7 +27,8 @@ from dualform.layers.keys import part
 from dualform.layers.streams import Layer, Use
 from dualform.query.answers import Answer, Scores
 from dualform.query.attention import part_columns
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 MEMORY = 128 << 20
 """How much the scores of a stretch of queries, and their products, may take where coefficients are matrices."""

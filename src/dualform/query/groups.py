@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import QuestionError
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import MaskError
-from dualform.store.reader import SlotChunk, Store
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 

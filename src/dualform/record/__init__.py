@@ -1,5 +1,6 @@
 """Recording: hooks capture, the ledger counts, the audit proves, the writer stores."""
 
-from dualform.record.recorder import Recorder, record
+from dualform.record.begin import record
+from dualform.record.recorder import Recorder
 
 __all__ = ["Recorder", "record"]

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.ledger import LayerLedger, Ledger, Link, ParameterLedger, roundoff
+from dualform.record.ledger import LayerLedger, Ledger
 from dualform.record.optimizers import Replay, replay_for
+from dualform.record.parameters import Link, ParameterLedger, roundoff
 from dualform.store import records
 
 EDITED = (

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
 from dualform.layers.rules import rule_for
-from dualform.record.ledger import Ledger, ModuleLedger, ParameterLedger, Visit
+from dualform.record.ledger import Ledger, ModuleLedger, Visit
+from dualform.record.parameters import ParameterLedger
 
 
 def graph_task() -> int:

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record import optimizers, resuming
 from dualform.record.books import Books
 from dualform.record.capture import Capture
-from dualform.record.choose import Chosen, choose, described
+from dualform.record.choose import Chosen, described
 from dualform.record.columns import read_batch
-from dualform.record.ledger import Ledger, ParameterLedger, StoreAs
-from dualform.record.totals import OnlineTotals, Wanted, groupings
+from dualform.record.ledger import Ledger
+from dualform.record.parameters import ParameterLedger
+from dualform.record.totals import OnlineTotals
 from dualform.store import format as store
 from dualform.store import records
-from dualform.store.encoding import Pool
-from dualform.store.writer import Writer, prepare
-from dualform.version import __version__
+from dualform.store.writer import Writer
 
 SNAPSHOT_SHARE = 8
 """Snapshots are taken when the slots since the last one take this many times its size: at most 1/8 more disk."""
@@ -36,117 +30,6 @@ STRETCH_BYTES = 32 << 20
 """How many bytes of slots are folded into totals at a time."""
 SNAPSHOT_CHUNKS = 4
 """… and not before this many chunks' worth."""
-ON_UNEXPLAINED = ("raise", "mark")
-ON_WRITE_ERROR = ("raise", "stop")
-
-
-def record(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    path: str | os.PathLike[str],
-    *,
-    layers: str | Collection[str] | None = None,
-    outputs: Mapping[str, Sequence[int]] | None = None,
-    batch_axis: Mapping[str, int] | None = None,
-    dtype: str | None = None,
-    keep: str = "slots",
-    totals: Wanted | str | None = None,
-    totals_bytes: int = 1 << 30,
-    on_unexplained: str = "raise",
-    on_write_error: str = "raise",
-    overwrite: bool = False,
-    resume: bool | int = False,
-    queue_bytes: int = 256 << 20,
-    chunk_bytes: int = 64 << 20,
-) -> Recorder:
-    """Record the training of a model into the folder `path`, from now until the recorder is closed.
-
-    layers: names or globs of `model.named_modules()`; default: all that can be recorded.
-    outputs: {layer: units} keeps error signals only for some output units of a huge layer; its attention weights stay whole,
-    and so do contributions to these units; it cannot be masked, nor rebuilt between snapshots.
-    batch_axis: for layers whose rows cannot be found, the axis of their input that holds them.
-    dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
-    rounding. "float16" takes half the disk.
-    keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: disk
-    does not grow with the number of steps).
-    totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps
-    sums of keys only, {"label": "deltas"} parts of the weights only. totals_bytes: how much memory they may take.
-    on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
-    as inexact from that step on.
-    on_write_error: "raise", or "stop" recording with a warning and let the training go on (a full disk).
-    overwrite: replace a recording that is already there (nothing else is ever removed).
-    resume: go on with a recording that is already there, from its end (True) or from step n (an int): slots after it are
-    dropped, and the weights are compared with what the store says they were.
-    queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
-    """
-    for name, given, allowed in (
-        ("dtype", dtype, (None, *store.DTYPES)),
-        ("keep", keep, store.KEEPS),
-        ("on_unexplained", on_unexplained, ON_UNEXPLAINED),
-        ("on_write_error", on_write_error, ON_WRITE_ERROR),
-    ):
-        if given not in allowed:
-            raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
-    if not isinstance(model, nn.Module):
-        raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
-    refuse_wrapped(model)
-    several = optimizers.listed(optimizer)
-    wanted = groupings(totals, keep)
-    if keep != "keys":
-        optimizers.require_replay(several)
-    chosen, waiting, left_out = choose(model, several, layers, outputs)
-    if outputs and any(grouping.kind != "keys" for grouping in wanted):
-        raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
-    for name, axis in (batch_axis or {}).items():
-        if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
-            raise RecordingError(f"batch_axis={{{name!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …")
-        if name not in {n for one in (*chosen, *waiting) for n in (one.name, *(layer.name for layer in one.layers))}:
-            raise RecordingError(
-                f"batch_axis names {name!r}, which is not recorded. Recorded layers: "
-                f"{', '.join(repr(one.name) for one in chosen)}."
-            )
-    if left_out:
-        listed = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
-        warnings.warn(f"not recorded: {listed}", stacklevel=2)
-    if dtype is None:
-        wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
-        dtype = "float64" if wide else "float32"
-    folder = Path(path)
-    seed = int.from_bytes(os.urandom(6), "little")
-    if resume is False:
-        prepare(folder, overwrite=overwrite)
-        before = None
-    else:
-        before = resuming.manifest(folder, None if resume is True else resume)
-        seed = int(before.settings["seed"])
-    if before is not None:  # layers that entered during training come last in the store
-        order = {layer.name: number for number, layer in enumerate(before.layers)}
-        chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
-    ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes)), batch_axis=dict(batch_axis or {}), seed=seed)
-    books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
-    for one in chosen:
-        ledger.enter(one.name, one.module, one.layers, one.parameters)
-    manifest = store.Manifest(
-        version=store.VERSION,
-        created_by=f"dualform {__version__}, torch {torch.__version__}",
-        keep=keep,
-        dtype=dtype,
-        layers=tuple(layer.layer for layer in ledger.layers),
-        parameters=tuple(described({p.name: p.parameter for p in ledger.parameters.values()})),
-        left_out=left_out,
-        batch_axis=dict(batch_axis or {}),
-        settings={"seed": str(seed)},
-    )
-    kept = None
-    if before is not None:
-        manifest = resuming.go_on(folder, before, manifest, ledger, books)
-        kept = resuming.totals(folder, manifest, wanted)
-        manifest = manifest if wanted else replace(manifest, totals=None)
-    weights = snapshot_of(model, books)
-    sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
-    pool = ledger.store_as.pool
-    writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
-    return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes)
 
 
 def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
@@ -159,20 +42,6 @@ def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
     for ledger, name, value in books.optimizer_state():
         tensors[f"state.{ledger.name}.{name}"] = value.detach().cpu().clone().contiguous()
     return tensors
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse models that run as something else than themselves."""
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise RecordingError(
-            f"{type(model).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
-            f"with a single process and device, record(model.module, …)."
-        )
-    if hasattr(model, "_orig_mod") or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise RecordingError(
-            "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
-            "without compiling it."
-        )
 
 
 class Recorder:

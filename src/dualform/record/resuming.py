@@ -12,7 +12,8 @@ import polars as pl
 from dualform.errors import RecordingError
 from dualform.record import audit
 from dualform.record.books import Books
-from dualform.record.ledger import Ledger, roundoff
+from dualform.record.ledger import Ledger
+from dualform.record.parameters import roundoff
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
 

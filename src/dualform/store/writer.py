@@ -7,59 +7,42 @@ in between, the manifest on disk names only what is whole.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TextIO
 
-import numpy as np
-import polars as pl
 from torch import Tensor
 
-from dualform.errors import StoreExistsError, WriterError
+from dualform.errors import WriterError
 from dualform.store import tables
-from dualform.store.encoding import Encoded, Pool, Slab
+from dualform.store.chunks import slot_tensors
+from dualform.store.encoding import Pool
 from dualform.store.equal import EqualKeys
+from dualform.store.folder import flush_folder, lock, publish, write_table
 from dualform.store.format import (
-    BLOCK_FIELDS,
-    LOCK,
-    MANIFEST,
     ROWS,
     SLOTS,
     STEPS,
-    SUMS,
     UPDATES,
     Chunk,
     Column,
-    File,
-    Grouping,
     Layer,
     Manifest,
     Mark,
     Parameter,
     Snapshot,
-    Totals,
-    checksum,
     chunk_name,
-    groups_name,
-    load_manifest,
     snapshot_name,
-    totals_name,
 )
 from dualform.store.reader import Store
-from dualform.store.records import Block, Step
-from dualform.store.safe import Array, write_tensors
-
-try:
-    import fcntl
-except ImportError:  # Windows: the second writer is then found by the folder's content alone
-    fcntl = None  # type: ignore[assignment]
+from dualform.store.records import Step
+from dualform.store.safe import write_tensors
+from dualform.store.sums import NewTotals, write_totals
 
 
 @dataclass(frozen=True)
@@ -69,22 +52,6 @@ class NewLayer:
     module: str
     layers: tuple[Layer, ...]
     parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class NewTotals:
-    """All totals after `step` updates: tensors, and for each grouping the table of its groups."""
-
-    step: int
-    rows: int
-    groupings: Sequence[Grouping]
-    tensors: dict[str, Tensor]
-    groups: Sequence[pl.DataFrame]
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it takes, roughly."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Writer:
@@ -106,7 +73,7 @@ class Writer:
         self._columns = manifest.columns
         self._left_out: dict[str, str] = {}
         self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
-        self._lock_file = _lock(folder)
+        self._lock_file = lock(folder)
         self._pool = pool
         self._equal = _equal_keys(folder, manifest)
         self._inbox: queue.SimpleQueue[
@@ -282,7 +249,7 @@ class Writer:
         unfinished.mkdir()
         rows = tables.rows_table(steps, columns)
         before = [equal.stored for equal in self._equal]
-        tensors, slots = _slot_tensors(steps, self._equal)
+        tensors, slots = slot_tensors(steps, self._equal)
         keys = tuple(equal.stored - stored for equal, stored in zip(self._equal, before, strict=True))
         files = {SLOTS: write_tensors(unfinished / SLOTS, tensors)}
         for name, table in (
@@ -290,8 +257,8 @@ class Writer:
             (UPDATES, tables.updates_table(steps)),
             (STEPS, tables.steps_table(steps)),
         ):
-            files[name] = _write_table(unfinished / name, table)
-        _flush_folder(unfinished)
+            files[name] = write_table(unfinished / name, table)
+        flush_folder(unfinished)
         shutil.rmtree(self.folder / chunk_name(number), ignore_errors=True)  # left by a run that was resumed earlier
         unfinished.rename(self.folder / chunk_name(number))
         first_row, self._next_row = self._next_row, self._next_row + rows.height
@@ -320,51 +287,6 @@ class Writer:
         self.manifest = manifest
 
 
-def _joined(vectors: Sequence[Encoded]) -> list[Array]:
-    """The stored vectors, those that follow each other in memory as one: fewer calls for the writer's thread."""
-    stretches: list[tuple[Slab | None, Tensor]] = []
-    for one in vectors:
-        slab, data = stretches[-1] if stretches else (None, one.data)
-        if slab is not None and slab is one.slab and data.data_ptr() + data.nbytes == one.data.data_ptr():
-            first = data.storage_offset() // data.shape[1]
-            stretches[-1] = (slab, slab.memory[first : first + len(data) + len(one.data)])
-        else:
-            stretches.append((one.slab, one.data))
-    return [data.numpy() for _, data in stretches]
-
-
-def publish(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest, once everything that it names is on the disk."""
-    _flush_folder(folder)
-    unfinished = folder / f".{MANIFEST}"
-    with unfinished.open("wb") as file:
-        file.write(manifest.dump())
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(folder / MANIFEST)
-    _flush_folder(folder)
-
-
-def write_totals(folder: Path, manifest: Manifest, new: NewTotals) -> Manifest:
-    """Write a folder of totals; gives the manifest that names it. Totals of other steps are removed."""
-    number = manifest.totals.number + 1 if manifest.totals else 0
-    target, unfinished = folder / totals_name(number), folder / f".{totals_name(number)}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    files = {SUMS: write_tensors(unfinished / SUMS, {name: [t.numpy()] for name, t in new.tensors.items()})}
-    for grouping, table in enumerate(new.groups):
-        files[groups_name(grouping)] = _write_table(unfinished / groups_name(grouping), table)
-    _flush_folder(unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
-    written = replace(manifest, totals=Totals(number, new.step, new.rows, tuple(new.groupings), files))
-    publish(folder, written)
-    for path in folder.glob("totals-*"):
-        if path.name != target.name:
-            shutil.rmtree(path, ignore_errors=True)
-    return written
-
-
 def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
     """The keys that a resumed recording holds already, found again by content."""
     equal = [EqualKeys(sum(chunk.keys[n] for chunk in manifest.chunks)) for n in range(len(manifest.layers))]
@@ -375,137 +297,3 @@ def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
                 for first, keys in store.stored_keys(layer.name):
                     equal[number].learn(keys, first)
     return equal
-
-
-def _slot_tensors(
-    steps: Sequence[Step], equal: Sequence[EqualKeys]
-) -> tuple[dict[str, Sequence[Array]], tuple[int, ...]]:
-    tensors: dict[str, Sequence[Array]] = {}
-    slots = []
-    for layer in range(len(equal)):
-        blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
-        slots.append(sum(block.rows * block.positions for _, block in blocks))
-        if not blocks:
-            continue
-        table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
-        tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
-        tensors.update(_keys(layer, [b for _, b in blocks], equal[layer]))
-        if blocks[0][1].shape:
-            tensors[f"{layer}.shapes"] = [np.array([b.shape for _, b in blocks], dtype=np.int64)]
-        tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
-    gradients: dict[str, list[Array]] = {}
-    for step in steps:
-        for update in step.updates:
-            if update.gradient is not None:
-                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy()[None])
-    return {**tensors, **gradients}, tuple(slots)
-
-
-def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
-    """The keys that are new, and, where some are not, the number of each slot's key."""
-    if blocks[0].shape:  # feature maps may differ in size: one after the other, flat
-        equal.stored += sum(len(block.keys.data) for block in blocks)
-        found = _vectors(f"{layer}.key", [block.keys for block in blocks])
-        return {**found, f"{layer}.keys": [block.keys.data.numpy().reshape(-1) for block in blocks]}
-    if not any(block.may_repeat for block in blocks):
-        equal.stored += sum(len(block.keys.data) for block in blocks)
-        return _vectors(f"{layer}.key", [block.keys for block in blocks])
-    numbers, new = [], []
-    for block in blocks:
-        numbered, places = equal.number(block.keys, may_repeat=block.may_repeat)
-        numbers.append(numbered)
-        if places is None or len(places) == len(block.keys.data):
-            new.append(block.keys)
-        elif len(places):
-            new.append(block.keys.take(places))
-    return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
-
-
-def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:
-    if not vectors:
-        return {}
-    tensors: dict[str, Sequence[Array]] = {f"{name}s": _joined(vectors)}
-    if vectors[0].exponents is not None:
-        exponents = [v.exponents.numpy() for v in vectors if v.exponents is not None]
-        tensors[f"{name}_exponents"] = [np.concatenate(exponents)]
-    return tensors
-
-
-def _write_table(path: Path, table: pl.DataFrame) -> File:
-    table.write_parquet(path, compression="zstd", statistics=False)
-    _flush_file(path)
-    return File(path.stat().st_size, checksum(path.read_bytes()))
-
-
-def _flush_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(folder: Path) -> TextIO | None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        return None
-    file = (folder / LOCK).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StoreExistsError(
-            f"{folder} is being written by another recorder (it holds {LOCK}). Record into another folder, or wait."
-        ) from None
-    return file
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a store against other writers; it must exist."""
-    load_manifest(folder)
-    lock = _lock(folder)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
-
-
-def prepare(folder: Path, *, overwrite: bool) -> None:
-    """Make room for a new store, or say why not. Only a recording is ever overwritten."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
-    if not any(folder.iterdir()):
-        return
-    begun = (folder / MANIFEST).exists()  # else at most the leftovers of a recording killed before its first manifest
-    foreign = begun and b'"format": "dualform"' not in (folder / MANIFEST).read_bytes()
-    if foreign or (not begun and not all(_ours(path.name) for path in folder.iterdir())):
-        raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
-    if begun and not overwrite:
-        raise StoreExistsError(
-            f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
-        )
-    lock = _lock(folder)
-    try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if _ours(path.name) and path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    finally:
-        if lock is not None:
-            lock.close()
-
-
-def _ours(name: str) -> bool:
-    """Whether a file or folder is part of a store."""
-    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(("chunk-", "snapshot-", "totals-", MANIFEST))

@@ -11,10 +11,11 @@ import polars as pl
 import torch
 
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.store.folder import locked
 from dualform.store.format import Column, Grouping
 from dualform.store.reader import Store
+from dualform.store.sums import NewTotals, write_totals
 from dualform.store.tables import schema
-from dualform.store.writer import NewTotals, locked, write_totals
 from dualform.totals.fold import Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering
 

@@ -1,0 +1,187 @@
+"""One parameter while it is recorded: what each backward pass added to its gradient, and whether anything else changed it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.streams import Use
+from dualform.record import audit
+
+THROWN = 8
+"""How many backward passes are kept after their gradients were thrown away."""
+PARTS = 8
+"""Between steps, one part in so many of a weight is looked at, another one each time."""
+
+
+@dataclass
+class Link:
+    """What one backward pass added to a parameter's gradient."""
+
+    task: int
+    before: audit.Seen | None
+    added: audit.Seen
+    scale: float = 0.0
+    counted: bool = False
+    roundoff: float = 0.0
+    """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
+
+    def seen(self) -> audit.Link:
+        """What the audit needs to know."""
+        return audit.Link(self.before, self.added, self.scale)
+
+
+def roundoff(tensor: Tensor) -> float:
+    """The unit roundoff of a tensor's type."""
+    return torch.finfo(tensor.dtype).eps / 2
+
+
+def norm_of(flat: np.ndarray[Any, Any]) -> float:
+    """The Euclidean norm of a flat array."""
+    return math.sqrt(float(flat @ flat))
+
+
+class ParameterLedger:
+    """One parameter: the backward passes since its last update, and what it looked like after that.
+
+    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a weight, an
+    eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
+    """
+
+    def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int):
+        self.number, self.name, self.parameter = number, name, parameter
+        self.is_matrix = parameter.dim() > 1
+        rows = parameter.shape[0] if parameter.dim() else 1
+        columns = parameter.numel() // max(rows, 1) if self.is_matrix else 1
+        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
+        self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
+        self.columns = self.random.shape[1] if self.is_matrix else 1
+        self.rows = rows
+        self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
+        self.links: list[Link] = []
+        self._turn, self._part = 0, max(1, -(-rows // PARTS))
+        # A weight of few rows has fewer parts: none of them may be empty
+        self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
+        self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(columns)
+        self._parts: list[Tensor] = []
+        self._mark = (-1, 0)
+        self.remember()
+
+    def seen(self, tensor: Tensor) -> audit.Seen:
+        """A tensor like the parameter (or some of its rows) as the audit sees it; a copy."""
+        seen: audit.Seen = self._projected(tensor.detach()).cpu().numpy().astype(np.float64).ravel()
+        return seen
+
+    def _projected(self, tensor: Tensor) -> Tensor:
+        if not self.is_matrix:
+            return tensor
+        matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+        return matrix @ self.random_like(matrix)
+
+    def random_like(self, tensor: Tensor) -> Tensor:
+        """R in the type and place of a tensor."""
+        random = self.random
+        if tensor.dtype is not random.dtype or tensor.device != random.device:
+            random = random.to(tensor.device, tensor.dtype)
+        return random
+
+    # Watching it between steps
+
+    def remember(self, value: Tensor | None = None) -> None:
+        """It has just been updated. value: what it is, if not the parameter's own value."""
+        parameter = self.parameter
+        now = self._projected((parameter if value is None else value).detach()).cpu().numpy().ravel()
+        self._seen = now if self.is_matrix else now.copy()
+        mark = (parameter._version, parameter.data_ptr())
+        if self.is_matrix and (not self._parts or mark[1] != self._mark[1]):
+            self._parts = list(torch.split(parameter.detach().reshape(self.rows, -1), self._part))
+        self._mark = mark
+
+    @property
+    def fingerprint(self) -> float:
+        """One number that tells what was remembered: r · (W R)."""
+        return float(self.mixed @ self._seen)
+
+    def fingerprint_later(self) -> Callable[[], float]:
+        """The same, to be computed by who writes it down."""
+        mixed, seen = self.mixed, self._seen
+        return lambda: float(mixed @ seen)
+
+    @property
+    def size(self) -> float:
+        """About how large the fingerprint can be: the norm of what was remembered."""
+        return norm_of(self._seen.astype(np.float64))
+
+    def changed(self) -> bool:
+        """Whether it is no longer what it was."""
+        known, parameter = self._seen, self.parameter
+        if self._mark == (parameter._version, parameter.data_ptr()):
+            self._turn = (self._turn + 1) % self._turns
+            if not self.is_matrix:
+                if self._turn:
+                    return False
+                now = parameter.detach()
+            else:
+                low = self._turn * self._part * self.columns
+                known, now = known[low : low + self._part * self.columns], self._parts[self._turn]
+        else:
+            now = parameter.detach()
+        found = self._projected(now).cpu().numpy().ravel()
+        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+        rest = found - known
+        if float(rest @ rest) <= self._slack * self._slack * float(known @ known):
+            return False
+        return not np.array_equal(found, known, equal_nan=True)
+
+    # Backward passes
+
+    def link(self, task: int) -> Link:
+        """The link of a graph task: begun at its first error signal, before anything is added to .grad."""
+        for link in reversed(self.links):
+            if link.task == task:
+                return link
+        gradient = self.parameter.grad
+        if gradient is None:
+            del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
+        link = Link(task, None if gradient is None else self.seen(gradient), np.zeros(self.rows * self.columns))
+        self.links.append(link)
+        return link
+
+    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, norm: float) -> None:
+        """Add what some slots say was added to the gradient. norm: of the error signals."""
+        link = self.link(task)
+        own, low = link.added.reshape(self.rows, self.columns), 0
+        if use.rows:
+            low, high = use.rows
+            own = own[low:high]
+        used = part(errors, use.errors)
+        if use.role == "bias":
+            own += used.sum(0).cpu().numpy()[:, None]
+            link.scale += norm * math.sqrt(len(errors))
+        elif use.role == "scale":
+            parts = keys.vectors()
+            own += parts.sum(0).cpu().numpy()[:, None]
+            link.scale += math.sqrt(len(parts)) * float(torch.linalg.vector_norm(parts))
+        elif use.role == "weight":
+            projected = keys.project(self.random_like(errors), use.keys, use.groups)
+            if use.groups == 1:
+                own += (projected.T @ used).T.cpu().numpy()
+            else:
+                apart = used.reshape(len(used), use.groups, -1)
+                own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
+            link.scale += norm * norm_of(projected.cpu().numpy().ravel())
+        else:
+            projected = used @ self.random_like(errors)
+            own += keys.outer(projected).T.cpu().numpy()
+            size = (
+                math.sqrt(len(errors)) if isinstance(keys, Numbers) else float(torch.linalg.vector_norm(keys.vectors()))
+            )
+            link.scale += size * norm_of(projected.cpu().numpy().ravel())

@@ -1,0 +1,82 @@
+"""The tensors of a chunk, from the steps that it holds: nothing is copied together, equal keys are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from dualform.store.encoding import Encoded, Slab
+from dualform.store.equal import EqualKeys
+from dualform.store.format import BLOCK_FIELDS
+from dualform.store.records import Block, Step
+from dualform.store.safe import Array
+
+
+def slot_tensors(
+    steps: Sequence[Step], equal: Sequence[EqualKeys]
+) -> tuple[dict[str, Sequence[Array]], tuple[int, ...]]:
+    """The tensors by name, each in pieces; and how many slots each layer has."""
+    tensors: dict[str, Sequence[Array]] = {}
+    slots = []
+    for layer in range(len(equal)):
+        blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
+        slots.append(sum(block.rows * block.positions for _, block in blocks))
+        if not blocks:
+            continue
+        table = [(number, b.backward, b.call, b.first_row, b.rows, b.positions) for number, b in blocks]
+        tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
+        tensors.update(_keys(layer, [b for _, b in blocks], equal[layer]))
+        if blocks[0][1].shape:
+            tensors[f"{layer}.shapes"] = [np.array([b.shape for _, b in blocks], dtype=np.int64)]
+        tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
+    gradients: dict[str, list[Array]] = {}
+    for step in steps:
+        for update in step.updates:
+            if update.gradient is not None:
+                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy()[None])
+    return {**tensors, **gradients}, tuple(slots)
+
+
+def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
+    """The keys that are new, and, where some are not, the number of each slot's key."""
+    if blocks[0].shape:  # feature maps may differ in size: one after the other, flat
+        equal.stored += sum(len(block.keys.data) for block in blocks)
+        found = _vectors(f"{layer}.key", [block.keys for block in blocks])
+        return {**found, f"{layer}.keys": [block.keys.data.numpy().reshape(-1) for block in blocks]}
+    if not any(block.may_repeat for block in blocks):
+        equal.stored += sum(len(block.keys.data) for block in blocks)
+        return _vectors(f"{layer}.key", [block.keys for block in blocks])
+    numbers, new = [], []
+    for block in blocks:
+        numbered, places = equal.number(block.keys, may_repeat=block.may_repeat)
+        numbers.append(numbered)
+        if places is None or len(places) == len(block.keys.data):
+            new.append(block.keys)
+        elif len(places):
+            new.append(block.keys.take(places))
+    return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
+
+
+def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:
+    if not vectors:
+        return {}
+    tensors: dict[str, Sequence[Array]] = {f"{name}s": _joined(vectors)}
+    if vectors[0].exponents is not None:
+        exponents = [v.exponents.numpy() for v in vectors if v.exponents is not None]
+        tensors[f"{name}_exponents"] = [np.concatenate(exponents)]
+    return tensors
+
+
+def _joined(vectors: Sequence[Encoded]) -> list[Array]:
+    """The stored vectors, those that follow each other in memory as one: fewer calls for the writer's thread."""
+    stretches: list[tuple[Slab | None, Tensor]] = []
+    for one in vectors:
+        slab, data = stretches[-1] if stretches else (None, one.data)
+        if slab is not None and slab is one.slab and data.data_ptr() + data.nbytes == one.data.data_ptr():
+            first = data.storage_offset() // data.shape[1]
+            stretches[-1] = (slab, slab.memory[first : first + len(data) + len(one.data)])
+        else:
+            stretches.append((one.slab, one.data))
+    return [data.numpy() for _, data in stretches]

@@ -1,0 +1,166 @@
+"""The slots of one layer in one chunk: their addresses, keys and error signals, as far as they count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.errors import StoreDamagedError
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.streams import Layer
+from dualform.store.encoding import decode
+from dualform.store.format import BLOCK_FIELDS, Chunk
+from dualform.store.mapped import TensorFile
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+N = TypeVar("N", bound=np.generic)
+PIECE_BYTES = 32 << 20
+"""How much of a chunk is decoded at a time."""
+
+
+class KeyStore(Protocol):
+    """What holds the keys of all chunks."""
+
+    def gather_keys(self, number: int, wanted: Ints, dtype: torch.dtype) -> Tensor:
+        """Keys of a layer by their numbers."""
+
+
+@dataclass(frozen=True)
+class SlotChunk:
+    """The slots of one layer in one chunk. Slot i of the chunk has the number first_slot + i in the layer."""
+
+    store: KeyStore
+    file: TensorFile
+    number: int
+    layer: Layer
+    first_slot: int
+    chunk: Chunk
+    end_step: int | None
+
+    @cached_property
+    def blocks(self) -> Ints:
+        """(blocks, 6): step, backward, call, first_row, rows, positions; up to end_step."""
+        table: Ints = self.file[f"{self.number}.blocks"].numpy()
+        if table.ndim == 2 and table.shape[1] == len(BLOCK_FIELDS):
+            table = table[table[:, 0] < self.chunk.end_step]
+            if int((table[:, 4] * table[:, 5]).sum()) == self.chunk.slots[self.number]:
+                return table if self.end_step is None else table[table[:, 0] < self.end_step]
+        raise StoreDamagedError(f"{self.file.path} is damaged: the blocks of {self.layer.name!r} do not add up.")
+
+    @cached_property
+    def counts(self) -> Ints:
+        """(blocks,): how many slots each block has."""
+        counts: Ints = self.blocks[:, 4] * self.blocks[:, 5]
+        return counts
+
+    @cached_property
+    def slots(self) -> int:
+        """How many slots there are, up to end_step."""
+        return int(self.counts.sum())
+
+    def per_slot(self, values: np.ndarray[Any, np.dtype[N]]) -> np.ndarray[Any, np.dtype[N]]:
+        """(blocks,) → (slots,)."""
+        return np.repeat(values, self.counts)
+
+    @cached_property
+    def place(self) -> Ints:
+        """(slots,): the place of each slot within its block."""
+        starts = np.cumsum(self.counts) - self.counts
+        place: Ints = np.arange(self.slots) - self.per_slot(starts)
+        return place
+
+    def rows(self) -> Ints:
+        """(slots,): the number of each slot's row."""
+        positions = self.blocks[:, 5]
+        within = self.place if (positions == 1).all() else self.place // self.per_slot(positions)
+        rows: Ints = self.per_slot(self.blocks[:, 3]) + within
+        return rows
+
+    def positions(self) -> Ints:
+        """(slots,): each slot's position within its row."""
+        positions: Ints = self.place % self.per_slot(self.blocks[:, 5])
+        return positions
+
+    @cached_property
+    def key_numbers(self) -> Ints | None:
+        """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order."""
+        name = f"{self.number}.key_numbers"
+        return self.file[name][: self.slots].numpy() if name in self.file else None
+
+    @cached_property
+    def starts(self) -> Ints:
+        """(blocks,): where the slots of each block begin."""
+        starts: Ints = np.cumsum(self.counts) - self.counts
+        return starts
+
+    @cached_property
+    def shapes(self) -> Ints:
+        """(blocks, …), for feature maps: how many there are for each row, and their size."""
+        shapes: Ints = self.file[f"{self.number}.shapes"].numpy()[: len(self.blocks)]
+        return shapes
+
+    @property
+    def stored_keys(self) -> int:
+        """How many keys its own slots have in store, where each has one."""
+        return self.slots if self.layer.form != "maps" else int((self.blocks[:, 4] * self.shapes[:, 0]).sum())
+
+    def pieces(self, width: int) -> Iterator[tuple[int, int]]:
+        """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through."""
+        size = max(1, PIECE_BYTES // (8 * max(width, 1)))
+        if self.layer.form != "maps":
+            for low in range(0, self.slots, size):
+                yield low, min(low + size, self.slots)
+            return
+        for start, rows, positions in zip(self.starts.tolist(), *self.blocks[:, 4:6].T.tolist(), strict=True):
+            some = max(1, size // max(positions, 1))
+            for low in range(0, rows, some):
+                yield start + low * positions, start + min(low + some, rows) * positions
+
+    def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Keys:
+        """The keys of the slots low to high; a mapped view if the stored type is the one asked for."""
+        if self.layer.form == "maps":
+            return self._maps(dtype, low, self.slots if high is None else high)
+        if self.layer.form == "numbers":
+            return Numbers(
+                self.file[f"{self.number}.keys"][low : self.slots if high is None else high], self.layer.d_in, dtype
+            )
+        if self.key_numbers is not None:
+            return Vectors(self.store.gather_keys(self.number, self.key_numbers[low:high], dtype))
+        return Vectors(self._vectors("key", dtype, low, high))
+
+    def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
+        """The feature maps of some rows of one block."""
+        assert self.layer.geometry is not None
+        block = int(np.searchsorted(self.starts, low, side="right")) - 1
+        while self.counts[block] == 0 and block + 1 < len(self.starts) and low < high:
+            block += 1
+        positions = int(self.blocks[block, 5])
+        each, *size = self.shapes[block].tolist()
+        first, last = ((place - int(self.starts[block])) // max(positions, 1) for place in (low, high))
+        widths = self.layer.geometry.channels * self.shapes[:, 1:].prod(1)
+        maps = self.blocks[:, 4] * self.shapes[:, 0]
+        skipped, before = int((maps * widths)[:block].sum()), int(maps[:block].sum())
+        width, count = int(widths[block]), (last - first) * each
+        flat = self.file[f"{self.number}.keys"][skipped + first * each * width :][: count * width].reshape(count, width)
+        name = f"{self.number}.key_exponents"
+        scales = self.file[name][before + first * each :][:count] if name in self.file else None
+        return Maps(
+            decode(flat, scales, dtype).reshape(count, self.layer.geometry.channels, *size), self.layer.geometry
+        )
+
+    def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
+        """(slots, d_out), of the slots low to high."""
+        return self._vectors("error", dtype, low, high)
+
+    def _vectors(self, name: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
+        here = slice(low, self.slots if high is None else high)
+        data = self.file[f"{self.number}.{name}s"]
+        exponents = f"{self.number}.{name}_exponents"
+        scales = self.file[exponents][here] if exponents in self.file else None
+        return decode(data[here], scales, dtype)

@@ -1,0 +1,51 @@
+"""Writing totals: a folder of their own, which replaces the one before."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import polars as pl
+from torch import Tensor
+
+from dualform.store.folder import flush_folder, publish, write_table
+from dualform.store.format import SUMS, Grouping, Manifest, Totals, groups_name, totals_name
+from dualform.store.safe import write_tensors
+
+
+@dataclass(frozen=True)
+class NewTotals:
+    """All totals after `step` updates: tensors, and for each grouping the table of its groups."""
+
+    step: int
+    rows: int
+    groupings: Sequence[Grouping]
+    tensors: dict[str, Tensor]
+    groups: Sequence[pl.DataFrame]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes, roughly."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def write_totals(folder: Path, manifest: Manifest, new: NewTotals) -> Manifest:
+    """Write a folder of totals; gives the manifest that names it. Totals of other steps are removed."""
+    number = manifest.totals.number + 1 if manifest.totals else 0
+    target, unfinished = folder / totals_name(number), folder / f".{totals_name(number)}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    files = {SUMS: write_tensors(unfinished / SUMS, {name: [t.numpy()] for name, t in new.tensors.items()})}
+    for grouping, table in enumerate(new.groups):
+        files[groups_name(grouping)] = write_table(unfinished / groups_name(grouping), table)
+    flush_folder(unfinished)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
+    written = replace(manifest, totals=Totals(number, new.step, new.rows, tuple(new.groupings), files))
+    publish(folder, written)
+    for path in folder.glob("totals-*"):
+        if path.name != target.name:
+            shutil.rmtree(path, ignore_errors=True)
+    return written
