@@ -151,7 +151,7 @@ class Replayed:
         self.dtype = compute_dtype(store, updates.parameter)
         self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
         self._users = store.users(updates.parameter)
-        self._small = len(described.shape) < 2
+        self._small = store.is_vector(updates.parameter)
         self._open: (
             tuple[int, list[tuple[SlotChunk, Layer, np.ndarray[Any, np.dtype[np.bool_]] | None]], Tensor | None] | None
         ) = None

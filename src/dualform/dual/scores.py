@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.gradients import Rows
-from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Layer, Use
 
 
@@ -55,7 +55,7 @@ def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | N
     vectors = part(keys.vectors(), use.keys)
     if use.groups == 1:
         return torch.stack([((errors @ one) * vectors).sum(1) for one in product])
-    apart = errors.reshape(len(errors), use.groups, -1).transpose(0, 1)
-    taken = vectors.reshape(len(errors), use.groups, -1).transpose(0, 1)
+    apart = in_groups(errors, use.groups).transpose(0, 1)
+    taken = in_groups(vectors, use.groups).transpose(0, 1)
     blocks = product.reshape(len(product), use.groups, apart.shape[-1], taken.shape[-1])
     return torch.stack([((apart @ one) * taken).sum((0, 2)) for one in blocks])

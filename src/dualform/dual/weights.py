@@ -54,8 +54,7 @@ def rebuilt(store: Store, parameter: str, *, begin: int, end: int, keep: Keep | 
     if is_elementwise(updates):
         return forward(store, updates, keep)
     found = walked(updates)
-    shape = store.manifest.parameters[store.parameter(parameter)].shape
-    if len(shape) < 2:
+    if store.is_vector(parameter):
         return _rebuilt_small(store, parameter, found, keep)
     rows = kept_rows(store, parameter)
     total = initial_part(store, parameter, found, rows)
@@ -74,7 +73,7 @@ def _rebuilt_small(store: Store, parameter: str, found: Coefficients, keep: Keep
     if gradients is not None:
         every = updates_of(store, parameter)
         here = torch.from_numpy((every.steps >= updates.begin) & (every.steps < updates.end))
-        total -= torch.from_numpy(found.walked.c) @ gradients[here].double()
+        total -= torch.tensordot(torch.from_numpy(found.walked.c), gradients[here].double(), 1)
     if keep is not None:
         left = torch.zeros_like(total)
         _add_slots(store, parameter, found, left, None, lambda chunk: ~keep(chunk))
@@ -86,7 +85,7 @@ def _add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
-    dtype, updates = torch.float64 if total.dim() < 2 else compute_dtype(store, parameter), found.updates
+    dtype, updates = torch.float64 if store.is_vector(parameter) else compute_dtype(store, parameter), found.updates
     flat = total.reshape(len(total), -1) if total.dim() > 1 else total
     for layer in store.users(parameter):
         for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):

@@ -106,6 +106,11 @@ def _slots(
     return [Found(name, k, e, axis) for name, k, e in zip((*PARTS, "out_proj"), keys, (*back, of_output), strict=True)]
 
 
+def _with_rows(mask: Tensor | None) -> Tensor | None:
+    """A single sequence is a batch of one here."""
+    return mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask
+
+
 def _projections(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
     if module._qkv_same_embed_dim:
         weights = module.in_proj_weight.detach().chunk(3)
@@ -144,7 +149,7 @@ def _attend(
             same,
             None,
             training=training,
-            key_padding_mask=options["key_padding_mask"],
+            key_padding_mask=_with_rows(options["key_padding_mask"]),
             need_weights=options["need_weights"],
             attn_mask=options["attn_mask"],
             use_separate_proj_weight=True,

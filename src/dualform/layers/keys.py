@@ -39,6 +39,11 @@ def part(tensor: Tensor, ranges: Sequence[int]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
+def in_groups(tensor: Tensor, groups: int) -> Tensor:
+    """(n, d) → (n, groups, d / groups)."""
+    return tensor.reshape(len(tensor), groups, tensor.shape[1] // groups)
+
+
 class Vectors:
     """Keys as they are."""
 
@@ -51,16 +56,14 @@ class Vectors:
     def project(self, random: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
         """keys @ random."""
         data = part(self.data, columns)
-        return data @ random if groups == 1 else data.reshape(len(data), groups, -1) @ random
+        return data @ random if groups == 1 else in_groups(data, groups) @ random
 
     def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
         """Σ error ⊗ key."""
         data = part(self.data, columns)
         if groups == 1:
             return errors.T @ data
-        apart = errors.reshape(len(errors), groups, -1).permute(1, 2, 0) @ data.reshape(
-            len(data), groups, -1
-        ).transpose(0, 1)
+        apart = in_groups(errors, groups).permute(1, 2, 0) @ data.reshape(len(data), groups, -1).transpose(0, 1)
         return apart.reshape(errors.shape[1], -1)
 
     def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
@@ -133,7 +136,7 @@ class Maps:
         )
         convolution = (F.conv1d, F.conv2d, F.conv3d)[len(self.size) - 1]
         found = convolution(self.maps, filters, None, geometry.stride, 0, geometry.dilation, groups).flatten(2)
-        found = found.reshape(len(self.maps), groups, count, -1).permute(0, 3, 1, 2)
+        found = found.reshape(len(self.maps), groups, count, found.shape[-1]).permute(0, 3, 1, 2)
         return found.reshape(-1, count) if groups == 1 else found.reshape(-1, groups, count)
 
     def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
@@ -141,7 +144,7 @@ class Maps:
         geometry, d_out, axes = self.geometry, errors.shape[1], len(self.size)
         if not len(errors):
             return errors.new_zeros(d_out, geometry.patch // groups)
-        apart = errors.reshape(len(self.maps), -1, d_out).transpose(1, 2).reshape(
+        apart = errors.reshape(len(self.maps), len(errors) // len(self.maps), d_out).transpose(1, 2).reshape(
             len(self.maps), d_out, *geometry.positions(self.size)
         )  # fmt: skip
         weight = errors.new_empty(d_out, geometry.channels // groups, *geometry.kernel)

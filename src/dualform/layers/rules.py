@@ -6,6 +6,7 @@ whose gradients are needed, and a function that turns these gradients into keys 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -300,4 +301,5 @@ def queries_of(layer: Layer, keys: Tensor) -> Tensor:
     """Queries as attention weights need them: patches instead of feature maps, (maps, positions, d_in)."""
     if layer.geometry is None:
         return keys
-    return Maps(keys, layer.geometry).vectors().reshape(len(keys), -1, layer.d_in)
+    maps = Maps(keys, layer.geometry)
+    return maps.vectors().reshape(len(keys), math.prod(layer.geometry.positions(maps.size)), layer.d_in)

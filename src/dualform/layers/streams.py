@@ -81,6 +81,10 @@ class Layer:
         """Whether it has keys, hence attention weights."""
         return self.form != "parts"
 
+    def vectors(self) -> set[str]:
+        """The parameters that are vectors in spirit (biases, elementwise weights): their gradients are kept themselves."""
+        return {use.parameter for use in self.uses if use.role in ("bias", "scale")}
+
     def bilinear(self) -> list[Use]:
         """The uses in which an error signal meets a key."""
         return [use for use in self.uses if use.role in ("weight", "table")]

@@ -195,7 +195,8 @@ class Ledger:
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
-        mine = {full: self.parameter(full, p) for full, p in named.items()}
+        vectors = set[str]().union(*(layer.vectors() for layer in layers))
+        mine = {full: self.parameter(full, p, vector=full in vectors) for full, p in named.items()}
         entered = [LayerLedger(len(self.layers) + i, layer, mine) for i, layer in enumerate(layers)]
         self.layers += entered
         ledger = ModuleLedger(name, module, entered)
@@ -204,10 +205,12 @@ class Ledger:
             self._users.setdefault(id(p.parameter), []).append(ledger)
         return ledger
 
-    def parameter(self, name: str, parameter: nn.Parameter) -> ParameterLedger:
+    def parameter(self, name: str, parameter: nn.Parameter, *, vector: bool) -> ParameterLedger:
         """The ledger of a parameter; made if there is none yet."""
         if id(parameter) not in self.parameters:
-            self.parameters[id(parameter)] = ParameterLedger(len(self.parameters), name, parameter, self.seed)
+            self.parameters[id(parameter)] = ParameterLedger(
+                len(self.parameters), name, parameter, self.seed, vector=vector
+            )
         return self.parameters[id(parameter)]
 
     def begin(self, batch: Batch) -> None:

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Use
 from dualform.record import audit
 
@@ -56,10 +56,11 @@ class ParameterLedger:
     eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
     """
 
-    def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int):
+    def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
+        """vector: a bias, or an elementwise weight of any shape."""
         self.number, self.name, self.parameter = number, name, parameter
-        self.is_matrix = parameter.dim() > 1
-        rows = parameter.shape[0] if parameter.dim() else 1
+        self.is_matrix = not vector
+        rows = parameter.numel() if vector else parameter.shape[0]
         columns = parameter.numel() // max(rows, 1) if self.is_matrix else 1
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
         self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
@@ -82,7 +83,7 @@ class ParameterLedger:
 
     def _projected(self, tensor: Tensor) -> Tensor:
         if not self.is_matrix:
-            return tensor
+            return tensor.reshape(-1)
         matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
         return matrix @ self.random_like(matrix)
 
@@ -113,7 +114,12 @@ class ParameterLedger:
     def fingerprint_later(self) -> Callable[[], float]:
         """The same, to be computed by who writes it down."""
         mixed, seen = self.mixed, self._seen
-        return lambda: float(mixed @ seen)
+
+        def compute() -> float:
+            with np.errstate(all="ignore"):  # what has diverged is written down all the same
+                return float(mixed @ seen)
+
+        return compute
 
     @property
     def size(self) -> float:
@@ -175,7 +181,7 @@ class ParameterLedger:
             if use.groups == 1:
                 own += (projected.T @ used).T.cpu().numpy()
             else:
-                apart = used.reshape(len(used), use.groups, -1)
+                apart = in_groups(used, use.groups)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
             link.scale += norm * norm_of(projected.cpu().numpy().ravel())
         else:

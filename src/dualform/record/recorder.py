@@ -74,7 +74,8 @@ class Recorder:
         self._since_snapshot = 0
         self._closed = False
         self._waiting = [
-            (one, [ParameterLedger(-1, name, p, ledger.seed) for name, p in one.parameters.items()]) for one in waiting
+            (one, [ParameterLedger(-1, name, p, ledger.seed, vector=p.dim() < 2) for name, p in one.parameters.items()])
+            for one in waiting
         ]
         self._optimized = self._count_optimized()
         books.remember(range(len(optimizer)), None)

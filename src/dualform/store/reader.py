@@ -144,6 +144,10 @@ class Store:
         """The layers whose slots make up a parameter."""
         return [layer for layer in self.manifest.layers if parameter in layer.parameters]
 
+    def is_vector(self, parameter: str) -> bool:
+        """Whether a parameter is a bias or an elementwise weight: its gradients are kept themselves."""
+        return any(parameter in layer.vectors() for layer in self.manifest.layers)
+
     def has_equal_keys(self, name: str) -> bool:
         """Whether some of a layer's slots share a stored key."""
         number, layer = self.layer(name)

@@ -204,12 +204,15 @@ class Accumulated:
         key = f"initial.{self._numbers[name]}"
         self._maps[key] = stretch @ self._maps.get(key, torch.eye(2, dtype=torch.float64))
 
+    def _is_vector(self, name: str) -> bool:
+        return any(name in layer.vectors() for layer in self._manifest.layers)
+
     def _held(self, grouping: int, name: str) -> tuple[dict[str, Tensor], bool]:
         """The parts of a parameter and of its average that belong to each group; whether row 0 is the rest."""
         parameter = self._manifest.parameters[self._numbers[name]]
         dtype = torch.float64 if parameter.dtype == "float64" else torch.float32
         # A bias has one more row, the first: what its gradients hold beyond the sum of their slots (rounding)
-        small = len(parameter.shape) < 2
+        small = self._is_vector(name)
         prefix, suffix = f"{grouping}.p{self._numbers[name]}", ".rest" if small else ""
         count = self._groups[grouping] + small
         return {of: self._rows(f"{prefix}.{of}{suffix}", count, parameter.shape, dtype) for of in OF}, small
@@ -221,7 +224,8 @@ class Accumulated:
             walked = some.walked(of)
             held[of].copy_(before["weight"] * walked.a).add_(before["average"], alpha=walked.b)
             if small and some.gradients is not None:
-                held[of][0] -= (torch.from_numpy(walked.c) @ some.gradients.double()).to(held[of].dtype)
+                written = torch.tensordot(torch.from_numpy(walked.c), some.gradients.double(), 1)
+                held[of][0] -= written.to(held[of].dtype)
             for use, piece in mine:
                 if piece.errors is not None:
                     self._write(held[of], small, grouping, use, piece, -some.of_slots(walked.c, piece))
@@ -243,12 +247,11 @@ class Accumulated:
             own += found.reshape(own.shape)
             if small:
                 rest = held[0][use.rows[0] : use.rows[1]] if use.rows else held[0]
-                rest -= found
+                rest -= found.reshape(rest.shape)
 
     def _fold_elementwise(self, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
         """Where coefficients are matrices, the optimizer's own recursion runs on every group, with what is shared."""
         number, kind = self._numbers[name], KINDS[some.kind]
-        parameter = self._manifest.parameters[number]
         if f"now.{number}.weight" not in self._maps:
             self._begin(number, name, kind)
         states = ("weight", "average", *kind.shared)
@@ -256,7 +259,7 @@ class Accumulated:
         start = {of: self._maps[f"initial.{number}.{of}"] for of in OF}
         wanted = [g for g in range(len(self.groupings)) if self.groupings[g].kind != "keys"]
         held = {g: self._held(g, name) for g in wanted}
-        small = len(parameter.shape) < 2
+        small = self._is_vector(name)
         for place, step in enumerate(some.steps.tolist()):
             settings = {key: float(values[place]) for key, values in some.settings.items()}
             here = [(use, _of_step(piece, step)) for use, piece in mine]
