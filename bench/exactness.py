@@ -161,6 +161,8 @@ class Cell:
     """The worst remainder of the last layer's contributions, relative."""
     loss: float
     seconds: float
+    mask_worst: str = ""
+    """The parameter whose masks add up worst, in rounding floors."""
 
 
 def data(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -185,9 +187,9 @@ def worst(
     size: Mapping[str, float],
     steps: int,
     dtype: str,
-) -> tuple[float, float]:
-    """The largest gap; and, of those above the tolerance, the largest distance in rounding floors."""
-    gaps, floors = [0.0], [0.0]
+) -> tuple[float, float, str]:
+    """The largest gap; of those above the tolerance, the largest distance in rounding floors, and whose it is."""
+    gaps, floors, names = [0.0], [0.0], [""]
     unit = torch.finfo(getattr(torch, dtype)).eps / 2
     for name, value in found.items():
         value = value.detach()
@@ -196,7 +198,8 @@ def worst(
         gaps.append(gap)
         if gap > TOLERANCE[dtype]:
             floors.append(distance / (unit * steps**0.5 * size[name]))
-    return max(gaps), max(floors)
+            names.append(name)
+    return max(gaps), max(floors), names[floors.index(max(floors))]
 
 
 def norms(values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -254,12 +257,13 @@ def cell(network: str, optimizer: str, dtype: str, steps: int, folder: Path) -> 
     parts = dual.contributions(inputs[:5], target=target)[name].parts()
     size = parts.select((pl.col("initial").abs() + pl.col("slots").abs()).max()).item()
     shutil.rmtree(folder)
+    masks = worst(both, last, parts_moved, parts_size, steps, dtype)
     return Cell(
         network, optimizer, dtype, certificate.height, failed,
         float(certificate["gap"].max()), float((above["distance"] / above["floor"]).max() or 0.0),  # type: ignore[arg-type]
-        *worst(half, middle, apart(middle, first), norms(middle), steps // 2, dtype),
-        *worst(both, last, parts_moved, parts_size, steps, dtype),
+        *worst(half, middle, apart(middle, first), norms(middle), steps // 2, dtype)[:2], *masks[:2],
         float(parts["remainder"].abs().max()) / size, float(loss.detach()), time.perf_counter() - began,  # type: ignore[arg-type]
+        masks[2],
     )  # fmt: skip
 
 
@@ -323,7 +327,7 @@ def verdict(one: Cell) -> str:
         "logit": one.logit <= 1e-4,
     }
     missed = [name for name, passed in checks.items() if not passed]
-    return "pass" if not missed else f"**misses {', '.join(missed)}** {' '.join(one.failed)}".strip()
+    return "pass" if not missed else f"**misses {', '.join(missed)}** {' '.join(one.failed) or one.mask_worst}".strip()
 
 
 def main() -> None:

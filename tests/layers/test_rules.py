@@ -313,7 +313,7 @@ def gradients(call, ran):
 
 @every_type
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_slots_add_up_to_the_gradient(kind, data, seed):
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
@@ -332,7 +332,7 @@ def test_slots_add_up_to_the_gradient(kind, data, seed):
 
 @every_type
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_a_slot_belongs_to_the_row_that_it_comes_from(kind, data, seed):
     """With a loss that depends on one row, the slots of all others have no error signal."""
     torch.manual_seed(seed)
@@ -348,7 +348,7 @@ def test_a_slot_belongs_to_the_row_that_it_comes_from(kind, data, seed):
 
 @every_type
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
     """What the ledger adds up, call by call, is the gradient seen through R."""
     torch.manual_seed(seed)
@@ -378,7 +378,7 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
 
 @every_type
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_finding_slots_changes_nothing(kind, data, seed):
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
@@ -400,7 +400,7 @@ def test_finding_slots_changes_nothing(kind, data, seed):
     "kind", [kind for kind in CALLS if "Norm" not in kind.__name__], ids=lambda kind: kind.__name__
 )
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_without_error_signals_the_keys_are_the_same(kind, data, seed):
     """As a question asks: attention needs no gradients."""
     torch.manual_seed(seed)

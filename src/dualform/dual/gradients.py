@@ -166,15 +166,35 @@ class Replayed:
             full = kept_gradients[self._row(step)].to(self.dtype)
             if self._keep is None:
                 return full, None
-            return full, (full.double() - self._sum(chunks, step, factors, "left")).to(self.dtype)
-        full = self._sum(chunks, step, factors, "all").to(self.dtype)
-        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept").to(self.dtype)
+            return full, self._without(full, chunks, step, factors)
+        full = self._sum(chunks, step, factors, "all")
+        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept")
 
     def _sum(self, chunks: Any, step: int, factors: Floats, which: str) -> Tensor:
-        # What slots write to a bias may cancel to rounding (a bias before a normalisation): float64 keeps it apart
-        dtype = torch.float64 if self._small else self.dtype
-        total = torch.zeros(self.shape, dtype=dtype)
+        total = torch.zeros(self.shape, dtype=self.dtype)
         flat = total.reshape(len(total), -1) if total.dim() > 1 else total
+        for factor, use, keys, errors in self._blocks(chunks, step, factors, which, self.dtype):
+            own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
+            own.add_(of_slots(use, keys, errors, self.rows).reshape(own.shape), alpha=factor)
+        return total
+
+    def _without(self, full: Tensor, chunks: Any, step: int, factors: Floats) -> Tensor:
+        """A bias's gradient without the slots left out.
+
+        What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its
+        own size: the sum is made in the longest type there is, so that masks add up even then.
+        """
+        rest = full.numpy().astype(np.longdouble).reshape(-1)
+        for factor, use, keys, errors in self._blocks(chunks, step, factors, "left", torch.float64):
+            written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
+            own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
+            own -= written.numpy().astype(np.longdouble).sum(0) * np.longdouble(factor)
+        return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
+
+    def _blocks(
+        self, chunks: Any, step: int, factors: Floats, which: str, dtype: torch.dtype
+    ) -> Iterator[tuple[float, Use, Keys, Tensor]]:
+        """The slots of a step, call by call and use by use: all of them, those kept, or those left out."""
         for chunk, layer, kept in chunks:
             low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
             for block in range(int(low), int(high)):
@@ -192,10 +212,7 @@ class Replayed:
                     keys = weighted_parts(keys, layer, taken)
                 for use in layer.uses:
                     if use.parameter == self.updates.parameter:
-                        found = of_slots(use, keys, errors, self.rows)
-                        own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
-                        own.add_(found.reshape(own.shape), alpha=factor)
-        return total
+                        yield factor, use, keys, errors
 
     def _chunk(self, step: int) -> Any:
         place = int(np.searchsorted(self._ends, step, side="right"))

@@ -63,8 +63,8 @@ class Vectors:
         data = part(self.data, columns)
         if groups == 1:
             return errors.T @ data
-        apart = in_groups(errors, groups).permute(1, 2, 0) @ data.reshape(len(data), groups, -1).transpose(0, 1)
-        return apart.reshape(errors.shape[1], -1)
+        apart = in_groups(errors, groups).permute(1, 2, 0) @ in_groups(data, groups).transpose(0, 1)
+        return apart.reshape(errors.shape[1], data.shape[1] // groups)
 
     def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
         """query · key."""
