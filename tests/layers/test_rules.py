@@ -313,7 +313,7 @@ def gradients(call, ran):
 
 @every_type
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_slots_add_up_to_the_gradient(kind, data, seed):
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
@@ -328,6 +328,20 @@ def test_slots_add_up_to_the_gradient(kind, data, seed):
         expected = parameters[name].grad
         expected = torch.zeros_like(gradient) if expected is None else expected
         torch.testing.assert_close(gradient, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_loss_of_the_attention_weights_alone():
+    """What comes out had no part in it: the last projection gets error signals of zero, the first ones get theirs."""
+    for shape in ((4, 2), (4, 3, 2)):
+        torch.manual_seed(0)
+        axis = None if len(shape) == 2 else 1
+        call = Call(
+            nn.MultiheadAttention(2, 1), (normal(*shape),) * 3, rows=1 if axis is None else 3, axes=(axis, axis)
+        )
+        found = gradients(call, run(call, {1}))
+        assert not found["out_proj.weight"].any()
+        for name in ("in_proj_weight", "in_proj_bias"):
+            torch.testing.assert_close(found[name], call.module.get_parameter(name).grad, **EXACT)
 
 
 @every_type

@@ -79,6 +79,15 @@ def of_slots(use: Use, keys: Keys, errors: Tensor, rows: Rows | None = None) -> 
     return found.T if use.role == "table" else found
 
 
+def whole(layer: Layer, use: Use, found: Tensor, length: int) -> Tensor:
+    """What slots write to a bias, with zeros for the outputs whose error signals were not kept."""
+    if not layer.outputs or use.role != "bias":
+        return found
+    spread = found.new_zeros(length)
+    spread[list(layer.outputs)] = found
+    return spread
+
+
 @dataclass(frozen=True)
 class Updates:
     """The updates of one parameter over a stretch of training."""
@@ -173,7 +182,7 @@ class Replayed:
     def _sum(self, chunks: Any, step: int, factors: Floats, which: str) -> Tensor:
         total = torch.zeros(self.shape, dtype=self.dtype)
         flat = total.reshape(len(total), -1) if total.dim() > 1 else total
-        for factor, use, keys, errors in self._blocks(chunks, step, factors, which, self.dtype):
+        for factor, use, _, keys, errors in self._blocks(chunks, step, factors, which, self.dtype):
             own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
             own.add_(of_slots(use, keys, errors, self.rows).reshape(own.shape), alpha=factor)
         return total
@@ -185,15 +194,18 @@ class Replayed:
         own size: the sum is made in the longest type there is, so that masks add up even then.
         """
         rest = full.numpy().astype(np.longdouble).reshape(-1)
-        for factor, use, keys, errors in self._blocks(chunks, step, factors, "left", torch.float64):
+        for factor, use, layer, keys, errors in self._blocks(chunks, step, factors, "left", torch.float64):
             written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
             own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
+            own = own if not layer.outputs else own[list(layer.outputs)]
             own -= written.numpy().astype(np.longdouble).sum(0) * np.longdouble(factor)
+            if layer.outputs:
+                rest[list(layer.outputs)] = own
         return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
 
     def _blocks(
         self, chunks: Any, step: int, factors: Floats, which: str, dtype: torch.dtype
-    ) -> Iterator[tuple[float, Use, Keys, Tensor]]:
+    ) -> Iterator[tuple[float, Use, Layer, Keys, Tensor]]:
         """The slots of a step, call by call and use by use: all of them, those kept, or those left out."""
         for chunk, layer, kept in chunks:
             low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
@@ -212,7 +224,7 @@ class Replayed:
                     keys = weighted_parts(keys, layer, taken)
                 for use in layer.uses:
                     if use.parameter == self.updates.parameter:
-                        yield factor, use, keys, errors
+                        yield factor, use, layer, keys, errors
 
     def _chunk(self, step: int) -> Any:
         place = int(np.searchsorted(self._ends, step, side="right"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts
+from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts, whole
 from dualform.dual.replay import Backward, forward
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
@@ -101,7 +101,8 @@ def _add_slots(
                 for use in layer.uses:
                     if use.parameter == parameter:
                         own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
-                        own += of_slots(use, keys, errors, rows).reshape(own.shape).double()
+                        found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
+                        own += found_here.reshape(own.shape).double()
 
 
 def rebuilt_layer(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> dict[str, Tensor]:

@@ -94,7 +94,8 @@ def _slots(
     targets, slopes = [], []
     if of_output is None:
         of_output = torch.zeros_like(keys[-1])
-    of_output = of_output.unsqueeze(1) if single else of_output
+    elif single:
+        of_output = of_output.unsqueeze(1)
     turned_error = of_output.transpose(0, 1) if swapped else of_output
     targets.append(context)
     slopes.append(turned_error @ module.out_proj.weight.detach())

@@ -95,6 +95,24 @@ def layout(
     )
 
 
+def module_layout(lead: tuple[int, ...], rows: int, *, layer: str, axis: int, told: int | None) -> Layout:
+    """For modules that say themselves which axis the batch is (recurrent layers, attention).
+
+    told: where the batch is a multiple of the rows, 0 if each row's entries stand together, 1 if the rows alternate.
+    """
+    if lead[axis] == rows:
+        return Layout(lead, axis)
+    if rows and lead[axis] % rows == 0 and told in (0, 1):
+        times = lead[axis] // rows
+        apart, place = ((rows, times), axis) if told == 0 else ((times, rows), axis + 1)
+        return Layout((*lead[:axis], *apart, *lead[axis + 1 :]), place)
+    raise AxisError(
+        f"layer {layer!r} got a batch of {lead[axis]}, but batch() announced {rows} rows. Give batch() one entry per sample of "
+        f"this forward pass; or, if each row comes several times, say batch_axis={{{layer!r}: 0}} if its entries stand "
+        f"together, batch_axis={{{layer!r}: 1}} if the rows alternate."
+    )
+
+
 def _as_told(lead: tuple[int, ...], rows: int, layer: str, axis: int) -> Layout:
     if len(lead) == 1 and lead[0] != rows and axis in (0, 1) and rows and lead[0] % rows == 0:
         positions = lead[0] // rows

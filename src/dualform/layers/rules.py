@@ -293,6 +293,10 @@ def refusal(module: nn.Module) -> str | None:
     for kind in RULES:
         if isinstance(module, kind) and type(module).forward is not kind.forward:
             return f"its type {type(module).__name__} has a forward of its own"
+    for inner in parts_of(module):
+        reason = refusal(inner)
+        if reason is not None:
+            return f"of its {type(inner).__name__}: {reason}"
     rule = rule_for(module)
     return rule.refusal(module) if rule is not None else None
 

@@ -55,7 +55,7 @@ class LayerAttention(Answer):
         if view is None or (absolute and (view.has_negative_keys(self.layer) or bool((self._flat < 0).any()))):
             return None
         sums = view.key_sums(self.layer).double()
-        if self.layer.form == "numbers":
+        if self.layer.form == "numbers" and self._flat.shape[1] == 1:
             return view, sums[:, self._flat.reshape(-1).long()].T
         return view, part(self._flat, self._columns).double() @ part(sums, self._columns).T
 

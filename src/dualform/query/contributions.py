@@ -207,6 +207,10 @@ class LayerContributions(Answer):
     def _product(self, use: Use, queries: slice, rows: Rows | None) -> Tensor:
         return products(use, self._asked, self._queries[queries], self._gradients[queries], rows)
 
+    def _narrowed(self, use: Use, product: Tensor) -> Tensor:
+        """Of a bias, only the outputs whose error signals were kept."""
+        return product[:, list(self.layer.outputs)] if use.role == "bias" and self.layer.outputs else product
+
     def _initial(self, view: View | None) -> Tensor:
         """⟨∂target/∂parameter, initial part⟩, (examples,) float64."""
         total = torch.zeros_like(self._target)
@@ -285,7 +289,7 @@ class LayerContributions(Answer):
         if self._by_product:
             for use, own in self._pairs():
                 rows = self._rows(use) if own is use else None
-                found = scores(own, self._product(use, queries, rows), keys, errors, rows)
+                found = scores(own, self._narrowed(own, self._product(use, queries, rows)), keys, errors, rows)
                 total += found * scaled(chunk, self._coefficients[use.parameter], low, high, self._dtype).T
             return total
         by_errors: dict[tuple[int, ...], list[Use]] = {}
@@ -318,7 +322,7 @@ class LayerContributions(Answer):
                 for chunk in self._store.chunks(self.layer.name, end_step=self._end):
                     for low, high in chunk.pieces(self.layer.d_in + self.layer.d_out):
                         keys, errors = chunk.keys(self._dtype, low, high), chunk.errors(self._dtype, low, high)
-                        found = scores(own, product, keys, errors, rows)
+                        found = scores(own, self._narrowed(own, product), keys, errors, rows)
                         scale = scaled(chunk, self._coefficients[use.parameter], low, high, self._dtype)
                         total[:, chunk.first_slot + low : chunk.first_slot + high] += found * scale.T
                 continue
@@ -345,7 +349,7 @@ class LayerContributions(Answer):
             low, high = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
             if factor and high > low:
                 keys, errors = chunk.keys(self._dtype, low, high), chunk.errors(self._dtype, low, high)
-                found = scores(own, weighed, keys, errors, rows)
+                found = scores(own, self._narrowed(own, weighed), keys, errors, rows)
                 total[:, chunk.first_slot + low : chunk.first_slot + high].add_(found, alpha=-factor)
 
     def _chunk(self, step: int) -> SlotChunk | None:

@@ -96,8 +96,11 @@ def run(
             keys = found.keys.detach()
             lead = tuple(keys.shape[: keys.dim() - 1 if found.lead is None else found.lead])
             known = flattened.get(lead[0]) if len(lead) == 1 else None
-            told = batch_axis.get(layer.name, batch_axis.get(name, found.axis))
-            where = axes.layout(lead, rows, layer=layer.name, axis=told, evidence=() if known is None else (known,))
+            told = batch_axis.get(layer.name, batch_axis.get(name))
+            if found.axis is not None:
+                where = axes.module_layout(lead, rows, layer=layer.name, axis=found.axis, told=told)
+            else:
+                where = axes.layout(lead, rows, layer=layer.name, axis=told, evidence=() if known is None else (known,))
             keys = queries_of(layer, keys)
             positions = where.positions * math.prod(keys.shape[len(lead) : -1])
             keys = where.slots(keys.flatten(len(lead))).reshape(rows, positions, keys.shape[-1])

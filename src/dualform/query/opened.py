@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.dual import certificate
-from dualform.dual.gradients import Keep, compute_dtype, kept_rows
+from dualform.dual.gradients import Keep, compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
@@ -283,7 +283,7 @@ class Dual:
         return list(dict.fromkeys(p for y in self.store.manifest.layers if y.name in names for p in y.parameters))
 
     def _whole(self, parameter: str, question: str) -> None:
-        if kept_rows(self.store, parameter) is not None:
+        if any(layer.outputs for layer in self.store.users(parameter)):
             raise NotRecordedError(
                 f"{question} needs all error signals of {parameter!r}, but only those of some output units were kept (outputs=). "
                 f"Leave its layer out with layers=, or ask for a step that has a snapshot: {self.store.snapshot_steps()}."
@@ -365,7 +365,8 @@ class Dual:
         with torch.no_grad():
             aliases = self._aliases()
             for name, value in model.state_dict(keep_vars=True).items():
-                if name in weights and name not in aliases and isinstance(value, Tensor):
+                known = name in weights and name not in aliases
+                if known and isinstance(value, Tensor) and not nn.parameter.is_lazy(value):
                     value.data.copy_(weights[name])
         return model
 
@@ -382,7 +383,7 @@ def _counted(what: str, names: list[str], progress: certificate.Progress | None)
 
 def _matching(store: Store, model: nn.Module) -> nn.Module:
     """The model, if it has the parameters that were recorded."""
-    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    shapes = {n: tuple(value.shape) for n, value in model.named_parameters() if not nn.parameter.is_lazy(value)}
     for parameter in store.manifest.parameters:
         if parameter.name not in shapes:
             raise ModelMismatchError(

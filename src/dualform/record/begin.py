@@ -140,12 +140,13 @@ def record(
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuse models that run as something else than themselves."""
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    wrapped = [m for m in model.modules() if isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel))]
+    if wrapped:
         raise RecordingError(
-            f"{type(model).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
+            f"{type(wrapped[0]).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
             f"with a single process and device, record(model.module, …)."
         )
-    if hasattr(model, "_orig_mod") or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
         raise RecordingError(
             "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
             "without compiling it."

@@ -112,6 +112,8 @@ class Books:
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
         replay = self._replays[number]
+        # A loss scaler may leave the division to a fused optimizer
+        unscaled = 1 / float(getattr(self._optimizers[number], "grad_scale", None) or 1.0)
         audited = list(self._audit(number, step))
         common = _common_factor([entry.verdict for entry in audited])
         factors: list[dict[int, float]] = []
@@ -119,7 +121,7 @@ class Books:
         for entry in audited:
             scale = 1.0 if entry.verdict.determined else common
             pairs = zip(entry.links, entry.verdict.factors, strict=True)
-            factors.append({link.task: factor * scale for link, factor in pairs if factor != 0})
+            factors.append({link.task: factor * scale * unscaled for link, factor in pairs if factor != 0})
             used.add(entry.ledger.number)
         self._store_slots(used, {e.ledger.number: set(f) for e, f in zip(audited, factors, strict=True)}, step)
         kind = replay.kind if replay else type(self._optimizers[number]).__name__
@@ -136,7 +138,7 @@ class Books:
                     entry.settings,
                     listed,
                     entry.verdict.residual,
-                    entry.gradient.detach().cpu().clone() if is_small else None,
+                    entry.gradient.detach().cpu() * unscaled if is_small else None,
                 )
             )
 

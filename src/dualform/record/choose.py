@@ -84,7 +84,9 @@ def _narrowed(layer: Layer, outputs: Mapping[str, Sequence[int]]) -> Layer:
     units = sorted({int(unit) for unit in outputs[layer.name]})
     if not units or not 0 <= units[0] <= units[-1] < layer.d_out:
         raise RecordingError(f"outputs={{{layer.name!r}: …}}: expected some units from 0 to {layer.d_out - 1}.")
-    if any(use.role != "weight" or use.rows or use.groups > 1 or use.errors for use in layer.bilinear()):
+    if not layer.bilinear() or any(
+        use.role != "weight" or use.rows or use.groups > 1 or use.errors for use in layer.bilinear()
+    ):
         raise RecordingError(
             f"outputs={{{layer.name!r}: …}}: only for layers like nn.Linear, whose rows are independent."
         )

@@ -19,7 +19,7 @@ from dualform.layers.found import Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
-from dualform.record.parameters import ParameterLedger, norm_of, roundoff
+from dualform.record.parameters import ParameterLedger, bound_of, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
 
 
@@ -91,7 +91,11 @@ class LayerLedger:
         both = (self._products.T @ errors).T.cpu().numpy()
         projected = self._products[:, :columns].cpu().numpy()
         for parameter, added, size in (
-            (weight, both[:, :columns], float(np.linalg.norm(projected))),
+            (
+                weight,
+                both[:, :columns],
+                max(float(np.linalg.norm(projected)), bound_of(Vectors(keys), self.layer.uses[0])),
+            ),
             (bias, both[:, columns:], math.sqrt(len(keys))),
         ):
             link = parameter.link(task)
@@ -304,6 +308,8 @@ class Ledger:
         assert visit.batch is not None
         count = found.keys.dim() - 1 if found.lead is None else found.lead
         rows, lead = visit.batch.rows, tuple(found.keys.shape[:count])
-        told = self._batch_axis.get(layer, self._batch_axis.get(module, found.axis))
+        told = self._batch_axis.get(layer, self._batch_axis.get(module))
+        if found.axis is not None:
+            return axes.module_layout(lead, rows, layer=layer, axis=found.axis, told=told)
         known = visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None
         return axes.layout(lead, rows, layer=layer, axis=told, evidence=() if known is None else (known,))

@@ -12,12 +12,14 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dualform.layers.keys import Keys, Numbers, in_groups, part
+from dualform.layers.keys import Keys, Numbers, Vectors, in_groups, part
 from dualform.layers.streams import Use
 from dualform.record import audit
 
 THROWN = 8
 """How many backward passes are kept after their gradients were thrown away."""
+SHORT = 64
+"""Keys up to this long are looked at for cancellation in R; longer ones have no chance."""
 PARTS = 8
 """Between steps, one part in so many of a weight is looked at, another one each time."""
 
@@ -47,6 +49,13 @@ def roundoff(tensor: Tensor) -> float:
 def norm_of(flat: np.ndarray[Any, Any]) -> float:
     """The Euclidean norm of a flat array."""
     return math.sqrt(float(flat @ flat))
+
+
+def bound_of(keys: Keys, use: Use) -> float:
+    """A bound on what rounding may hide in keys @ R: short keys may cancel in it (they add up to zero, and R is all ones)."""
+    return (
+        float(torch.linalg.vector_norm(keys.data)) if isinstance(keys, Vectors) and keys.data.shape[1] <= SHORT else 0.0
+    )
 
 
 class ParameterLedger:
@@ -183,7 +192,7 @@ class ParameterLedger:
             else:
                 apart = in_groups(used, use.groups)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
-            link.scale += norm * norm_of(projected.cpu().numpy().ravel())
+            link.scale += norm * max(norm_of(projected.cpu().numpy().ravel()), bound_of(keys, use))
         else:
             projected = used @ self.random_like(errors)
             own += keys.outer(projected).T.cpu().numpy()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,13 +36,20 @@ SNAPSHOT_CHUNKS = 4
 def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
     """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
     tensors = {
-        f"model.{name}": value.detach().cpu().clone().contiguous()
+        f"model.{name}": _copied(value)
         for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
     }
     for ledger, name, value in books.optimizer_state():
         tensors[f"state.{ledger.name}.{name}"] = value.detach().cpu().clone().contiguous()
     return tensors
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy in a type that can be stored: 16 and 8 bits that NumPy does not know become float32, exactly."""
+    value = value.detach().cpu()
+    known = value.dtype in (torch.float16, torch.float32, torch.float64) or not value.is_floating_point()
+    return (value.clone() if known else value.float()).contiguous()
 
 
 class Recorder:
@@ -222,6 +230,8 @@ class Recorder:
     def _before_step(self, number: int) -> Callable[..., Any]:
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._alive():
+                return None
+            if float(getattr(optimizer, "found_inf", None) or 0.0):  # a scaler's fused optimizer will skip this step
                 return None
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
             if closure is None:

@@ -89,7 +89,11 @@ class Writer:
         self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
         self._sealed_at = time.monotonic()
         # There is never a manifest without the weights it began with
-        self._publish(self._with_snapshot(manifest.end_step, weights))
+        try:
+            self._publish(self._with_snapshot(manifest.end_step, weights))
+        except BaseException:
+            self.abandon()
+            raise
         self._thread = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
         self._thread.start()
 

@@ -269,7 +269,7 @@ class Accumulated:
             full = torch.zeros_like(now["weight"])
             for use, piece in here:
                 assert piece is not None
-                scale = factors[np.minimum(piece.backwards, len(factors) - 1)] * (piece.backwards < len(factors))
+                scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))]
                 for g in wanted:
                     self._write(parts[g], small, g, use, piece, scale)
                 if not small:
