@@ -1,9 +1,13 @@
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 from training import train
+
+# Two threads that wait for each other take ages where other things run too, and the networks are small
+torch.set_num_threads(1)
 
 # The same examples each time: a red build is then about the change it tests
 settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=20)

@@ -979,3 +979,13 @@ def test_rows_are_never_guessed_in_a_larger_batch(path):
 
     with pytest.raises(AxisError, match="body"):
         train((lambda: Twice(nn.LSTM, batch_first=True, states=True), vectors), "sgd", path, layers="body")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_mask_leaves_a_bias_alone_that_moves_on_rounding_alone(path, kind):
+    """Before batch normalisation; otherwise 1/eps would make a million of a slot's part."""
+    run = train("cnn", lambda p: kind(p, lr=1e-3), path)
+    assert_exact(run.dual)
+    masked = parameters(run.dual.masked(drop="label = 1"))
+    assert_close({"first.bias": masked["first.bias"]}, {"first.bias": run.checkpoints[-1]["first.bias"]})
+    assert max(float(value.abs().max()) for value in masked.values()) < 10

@@ -19,6 +19,7 @@ from dualform.record.columns import Batch
 from dualform.record.ledger import LayerLedger, Ledger
 from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger, roundoff
+from dualform.recursions import KINDS
 from dualform.store import records
 
 EDITED = (
@@ -121,7 +122,11 @@ class Books:
         for entry in audited:
             scale = 1.0 if entry.verdict.determined else common
             pairs = zip(entry.links, entry.verdict.factors, strict=True)
-            factors.append({link.task: factor * scale * unscaled for link, factor in pairs if factor != 0})
+            by_task = {link.task: factor * scale * unscaled for link, factor in pairs if factor != 0}
+            # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
+            # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
+            rounding = not entry.verdict.determined and not entry.ledger.is_matrix and self._keep != "keys"
+            factors.append({} if rounding and replay is not None and KINDS[replay.kind].elementwise else by_task)
             used.add(entry.ledger.number)
         self._store_slots(used, {e.ledger.number: set(f) for e, f in zip(audited, factors, strict=True)}, step)
         kind = replay.kind if replay else type(self._optimizers[number]).__name__
