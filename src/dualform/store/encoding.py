@@ -17,6 +17,7 @@ from torch import Tensor
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
+BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
 
 
@@ -90,7 +91,9 @@ class Pool:
                     self._keep(slab)
 
     def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Slab:
-        rows = max(shape[0], self._slab_bytes // max(1, shape[1] * dtype.itemsize))
+        # Small layers get small slabs: a large network has hundreds of them
+        fitting = self._slab_bytes // max(1, shape[1] * dtype.itemsize)
+        rows = max(shape[0], min(fitting, BLOCKS * shape[0]))
         free = self._free[torch.Size([rows, shape[1]]), dtype]
         if free:
             slab = free.pop()
