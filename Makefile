@@ -32,6 +32,7 @@ fix: $(READY) ## format and mend what can be mended by itself
 bench: $(READY) ## measure recording and exactness (minutes; needs the data folder)
 	$(BIN)/python bench/recording.py
 	$(BIN)/python bench/certificate.py
+	$(BIN)/python bench/exactness.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
