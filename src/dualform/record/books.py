@@ -77,8 +77,8 @@ class Books:
         self._rows_of.clear()
         self._backward_of.clear()
         for layer in self._ledger.layers:
-            layer.consumed = (layer.consumed | layer.stored) if layer.stored else layer.consumed
-            layer.stored = set()
+            layer.consumed.extend(layer.stored)
+            layer.stored.clear()
 
     # Between steps
 

@@ -7,6 +7,7 @@ pass. A parameter may be used by several layers (tied weights), a layer may use 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,10 @@ from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
 from dualform.record.parameters import ParameterLedger, bound_of, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
+
+
+CONSUMED = 64
+"""How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ class LayerLedger:
         self.problems: dict[int, DualformError] = {}
         self.stored: set[int] = set()
         """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
-        self.consumed: set[int] = set()
-        """Those that an earlier step has stored."""
+        self.consumed: deque[int] = deque(maxlen=CONSUMED)
+        """The last ones that earlier steps have stored."""
         self._products = torch.zeros(0)
 
     @property
