@@ -23,7 +23,6 @@ from dualform.record.columns import Batch
 from dualform.record.parameters import ParameterLedger, bound_of, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
 
-
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
 
