@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -590,6 +592,28 @@ def test_a_slot_has_the_name_and_the_position_of_its_sample(path, body):
     assert top["sample_id"].to_list() == top["query"].to_list()
     positions = top["call"] if body == "cells" else top["slot_position"]
     assert positions.to_list() == top["position"].to_list()
+
+
+@pytest.mark.parametrize("network", ["cnn", "lstm", "packed gru", "gru cells", "encoder", "gpt", "norms"])
+def test_earlier_steps_leave_no_graph_behind(path, network):
+    """A hook that holds the tensor it hangs on would keep every activation until Python's collector comes by."""
+    alive = []
+
+    def watch(module, arguments, output):
+        outputs = output if isinstance(output, tuple) else (output,)
+        alive.extend(weakref.ref(t) for t in outputs if isinstance(t, torch.Tensor))
+
+    handle = nn.modules.module.register_module_forward_hook(watch)
+    gc.collect()
+    gc.disable()
+    try:
+        train(network, "sgd", path, steps=3)
+        earlier = alive[: len(alive) * 2 // 3]  # of the first two steps of three
+        assert len(earlier) > 3
+        assert not [ref() for ref in earlier if ref() is not None]
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 # Some output units of a huge layer

@@ -57,10 +57,10 @@ def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> l
     training = module.training
     outputs = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
 
+    there = [t is not None and t.requires_grad for t in output]
+
     def slots(errors: Errors) -> list[Found]:
-        return _slots(
-            module, inputs, options, begun, training, errors, [t is not None and t.requires_grad for t in output]
-        )
+        return _slots(module, inputs, options, begun, training, errors, there)
 
     return [Watch(outputs, slots, inputs[0])]
 

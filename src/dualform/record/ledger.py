@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError
 from dualform.layers import axes
-from dualform.layers.found import Found, Watch
+from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
@@ -43,7 +44,11 @@ class Visit:
     serial: int
     module: ModuleLedger
     batch: Batch | None
-    watch: Watch
+    outputs: int
+    """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
+    slots: Callable[[Errors], list[Found]]
+    from_data: bool
+    """Whether what came in is data, and not made from weights."""
     problem: DualformError | None
     errors: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """By backward pass: the gradients of what came out, as they arrive."""
@@ -155,7 +160,7 @@ class LayerLedger:
                 if layer.form == "numbers"
                 else encode(stored, store_as.dtype, store_as.pool, f"{layer.name}.key"),
                 kept_errors,
-                layer.form == "vectors" and layer.kind == "linear" and not visit.watch.key.requires_grad,
+                layer.form == "vectors" and layer.kind == "linear" and visit.from_data,
                 shape,
             )
         )
@@ -253,7 +258,7 @@ class Ledger:
         elif key.dim() == 2 and (axis := axes.flattened_from(key, self.batch.rows)) is not None:
             self.batch.flattened[len(key)] = axis
         self._serial += 1
-        return Visit(self._serial, module, self.batch, watch, problem)
+        return Visit(self._serial, module, self.batch, len(watch.outputs), watch.slots, not key.requires_grad, problem)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
@@ -276,10 +281,10 @@ class Ledger:
             for layer in module.layers:
                 layer.problems[task] = visit.problem
             return
-        if len(visit.watch.outputs) == 1:
+        if visit.outputs == 1:
             self._slots(visit, [error], task)
             return
-        arrived = visit.errors.setdefault(task, [None] * len(visit.watch.outputs))
+        arrived = visit.errors.setdefault(task, [None] * visit.outputs)
         before = arrived[place]
         arrived[place] = error.detach() if before is None else before + error.detach()
         if visit not in module.pending:
@@ -298,7 +303,7 @@ class Ledger:
 
     def _slots(self, visit: Visit, errors: list[Tensor | None], task: int) -> None:
         """All gradients of a visit are there: find its slots."""
-        module, found = visit.module, visit.watch.slots(errors)
+        module, found = visit.module, visit.slots(errors)
         for one in found:
             layer = module.by_name[joined(module.name, one.layer)]
             try:
