@@ -23,7 +23,7 @@ from dualform.errors import DualformError
 from dualform.version import __version__
 
 FAILED, UNUSABLE = 1, 2
-EXTRAS = {"sklearn": "demo", "matplotlib": "demo"}
+EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "pooch": "paper"}
 """Packages that only some commands need, and the extra that brings them."""
 
 

@@ -12,6 +12,7 @@ DualformError
 │   ├── StoreDamagedError                  truncated, altered, foreign or absent files
 │   ├── StoreVersionError                  written by a newer format
 │   └── WriterError                        the background writer failed (a full disk, …)
+├── DataError (OSError)                    a dataset is missing, or not what it should be
 └── QuestionError (ValueError)             a question that makes no sense as asked
     ├── MaskError                          where=, keep= or drop= is not a condition on the rows
     ├── UnknownLayerError (LookupError)
@@ -71,6 +72,10 @@ class StoreVersionError(StoreError):
 
 class WriterError(StoreError):
     """The background writer failed; what was sealed before stays readable."""
+
+
+class DataError(DualformError, OSError):
+    """A dataset of the paper is missing, or not what it should be."""
 
 
 class QuestionError(DualformError, ValueError):

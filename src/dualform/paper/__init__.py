@@ -1,0 +1,1 @@
+"""The paper's experiments, run through the public API, with our numbers beside theirs."""

@@ -1,0 +1,117 @@
+"""What decides the outcome of an image experiment."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dualform.errors import QuestionError
+
+CLASSES = 10
+LAYERS = ("0", "2", "4")
+"""The linear layers of the network, which the paper calls layer-0, layer-1 and layer-2."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How the network is trained."""
+
+    lr: float
+    momentum: float
+    clip: float | None
+    """The largest norm of all gradients together."""
+
+
+PRESETS = {
+    "reference": Preset(3e-3, 0.9, 1.0),  # what the authors' code does
+    "vanilla": Preset(3e-2, 0.0, None),  # what the paper's text says
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training on one dataset, or on several mixed."""
+
+    datasets: tuple[str, ...]
+    steps: int
+
+
+EXPERIMENTS = {
+    "single-task": (Phase(("mnist",), 3000),),
+    "joint": (Phase(("mnist", "fashion-mnist"), 5000),),
+    "continual": (Phase(("mnist",), 3000), Phase(("fashion-mnist",), 3000)),
+}
+LONG = 7000
+"""Steps of the second phase in the long variant of continual learning."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training: everything that replays it."""
+
+    experiment: str
+    phases: tuple[Phase, ...]
+    optimizer: str = "reference"
+    seed: int = 0
+    batch: int = 128
+    width: int = 800
+    raw_pixels: bool = False
+    """Whether images enter as they are (0 to 1), as footnote 7 says, and not normalised, as the authors' code does."""
+    train_images: int | None = None
+    """Of each dataset, the first so many; default: all."""
+    test_images: int | None = None
+    top: int = 500
+    """How many slots of each class the curves show."""
+
+    @property
+    def preset(self) -> Preset:
+        """How it is trained."""
+        return PRESETS[self.optimizer]
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """All datasets, in the order in which they first appear."""
+        return tuple(dict.fromkeys(name for phase in self.phases for name in phase.datasets))
+
+    @property
+    def steps(self) -> int:
+        """Of all phases together."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def slots(self) -> int:
+        """Of each layer."""
+        return self.steps * self.batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def settings_for(
+    experiment: str,
+    *,
+    optimizer: str = "reference",
+    steps: int | None = None,
+    reverse: bool = False,
+    long: bool = False,
+    **others: Any,
+) -> Settings:
+    """The settings of an experiment. steps: of each phase, if not the paper's."""
+    for what, value, known in (("experiment", experiment, EXPERIMENTS), ("optimizer", optimizer, PRESETS)):
+        if value not in known:
+            raise QuestionError(f"{what} {value!r}: expected one of {', '.join(known)}.")
+    phases = EXPERIMENTS[experiment]
+    if (reverse or long) and experiment != "continual":
+        raise QuestionError("the reversed order and the long run are variants of continual learning.")
+    if reverse:
+        phases = tuple(
+            replace(phase, datasets=other.datasets) for phase, other in zip(phases, phases[::-1], strict=True)
+        )
+    if long:
+        phases = (phases[0], replace(phases[1], steps=LONG))
+    if steps is not None:
+        if steps < 1:
+            raise QuestionError(f"steps {steps}: expected at least 1.")
+        phases = tuple(replace(phase, steps=steps) for phase in phases)
+    return Settings(experiment, phases, optimizer, **others)
