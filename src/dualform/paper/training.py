@@ -84,7 +84,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def answers(model: nn.Module, images: Tensor) -> Tensor:
     """The class with the largest logit, for each image."""
     with torch.no_grad():
-        return model(images).argmax(1)
+        found: Tensor = model(images).argmax(1)
+        return found
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.SGD:
