@@ -81,6 +81,23 @@ def test_top_where(trained):
     assert found["slot"].to_list() == full.group_by("query", maintain_order=True).head(4)["slot"].to_list()
 
 
+@pytest.mark.parametrize("way", [{}, {"absolute": True}, {"lowest": True}])
+def test_the_best_of_each_group_in_one_scan(dual, way):
+    attention = dual.attend(INPUTS[:3])["2"]
+    together = attention.top(4, per="label", **way)
+    apart = [
+        attention.top(4, where=pl.col("label") == label, **way).filter(pl.col("query") == query)
+        for query in range(3)
+        for label in sorted(dual.rows["label"].unique())
+    ]
+    assert together.equals(pl.concat(apart))
+
+
+def test_by_and_per_do_not_go_together(dual):
+    with pytest.raises(QuestionError, match="by and per"):
+        dual.attend(INPUTS[:1])["2"].top(2, by="label", per="label")
+
+
 def test_nothing_left_by_a_mask(dual):
     attention = dual.attend(INPUTS)["0"]
     found, full = attention.top(4, where=pl.col("label") == 99), attention.top(4)

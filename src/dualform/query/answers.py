@@ -76,31 +76,46 @@ class Answer(ABC):
         k: int = 10,
         *,
         by: str | Sequence[str] | None = None,
+        per: str | Sequence[str] | None = None,
         where: pl.Expr | str | None = None,
         absolute: bool = False,
         lowest: bool = False,
     ) -> pl.DataFrame:
         """The k slots with the highest scores for each query, or the k groups of `by` with the highest totals.
 
-        absolute: rank by size and sum sizes, as the paper's figures do. lowest: from the other end.
-        Ties go to the lower slot number.
+        per: the k best slots of each group that these columns make, e.g. of each label, in one scan. absolute: rank by size and
+        sum sizes, as the paper's figures do. lowest: from the other end. Ties go to the lower slot number.
         """
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise QuestionError(f"top({k!r}): expected a whole number of at least 1.")
         if absolute and lowest:
             raise QuestionError("top(): absolute and lowest do not go together.")
         if by is not None:
+            if per is not None:
+                raise QuestionError("top(): by and per do not go together.")
             return self._top_groups(k, by, where, absolute, lowest)
         self._needs_scan("single slots")
+        groups = None if per is None else Groups(self._store, self.layer.name, per, self._end)
         frames = []
-        for queries in self._query_blocks(1):
-            best = Best(queries.stop - queries.start, k, self._dtype)
-            for numbers, scores, _, _ in self._stream(queries, where):
-                best.add(scores.abs() if absolute else -scores if lowest else scores, numbers, scores)
-            frames.append(self._ranked(queries, best))
+        for queries in self._query_blocks(k * (1 if groups is None else len(groups))):
+            bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups) if groups else 1)]
+            for numbers, scores, chunk, places in self._stream(queries, where):
+                ranked = scores.abs() if absolute else -scores if lowest else scores
+                if groups is None:
+                    bests[0].add(ranked, numbers, scores)
+                    continue
+                codes = groups(chunk)[places]
+                for code in np.unique(codes):
+                    here = torch.from_numpy(np.flatnonzero(codes == code))
+                    bests[code].add(ranked[:, here], numbers[here], scores[:, here])
+            frames += [self._ranked(queries, best) for best in bests]
         frame = pl.concat(frames) if frames else self._ranked(slice(0, 0), Best(0, k, self._dtype))
         found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
-        return frame.join(found, on="slot", how="left", maintain_order="left")
+        described = frame.join(found, on="slot", how="left", maintain_order="left")
+        if groups is None:
+            return described
+        names = ["slot_position" if name == "position" else name for name in groups.by]
+        return described.sort([*self._address.columns, *names, "rank"])
 
     def total(
         self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False
