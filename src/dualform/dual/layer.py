@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -76,16 +77,28 @@ class DualLayer:
     @property
     def values(self) -> Tensor:
         """E, one row a slot: (slots, d_out), −coefficient × error signal. All of them are read into memory."""
+        coefficients = self._plain_coefficients()
+        found = [
+            values(chunk, coefficients, 0, chunk.slots, self._dtype)
+            for chunk in self._store.chunks(self.name, end_step=self._end)
+        ]
+        return torch.cat(found) if found else torch.zeros(0, self._layer.d_out, dtype=self._dtype)
+
+    def _plain_coefficients(self) -> Coefficients:
         if self._coefficients is None:
             raise NotRecordedError(
                 f"layer {self.name!r} was trained by an optimizer of the Adam family: the coefficient of a slot is a matrix, so "
                 f"its value is no vector. Ask contributions(), which take the matrices into account."
             )
-        found = [
-            values(chunk, self._coefficients, 0, chunk.slots, self._dtype)
-            for chunk in self._store.chunks(self.name, end_step=self._end)
-        ]
-        return torch.cat(found) if found else torch.zeros(0, self._layer.d_out, dtype=self._dtype)
+        return self._coefficients
+
+    def pieces(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Keys and values in the order of slots, a piece at a time: (number of the first slot, (m, d_in), (m, d_out))."""
+        found = self._plain_coefficients()
+        for chunk in self._store.chunks(self.name, end_step=self._end):
+            for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
+                keys = chunk.keys(self._dtype, low, high).vectors()
+                yield chunk.first_slot + low, keys, values(chunk, found, low, high, self._dtype)
 
     def attention_weights(self, query: Tensor) -> Tensor:
         """α_t = x_t · x for queries (*, d_in) → (*, slots)."""

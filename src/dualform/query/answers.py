@@ -37,6 +37,20 @@ class Scores(NamedTuple):
     scores: Tensor
 
 
+class Ranked(NamedTuple):
+    """The best slots of each query, best first: numbers and scores, both (queries, k)."""
+
+    slots: Tensor
+    scores: Tensor
+
+    @staticmethod
+    def join(pieces: Sequence[Ranked], dtype: torch.dtype) -> Ranked:
+        """One below the other."""
+        if not pieces:
+            return Ranked(torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=dtype))
+        return Ranked(torch.cat([p.slots for p in pieces]), torch.cat([p.scores for p in pieces]))
+
+
 class Sums(NamedTuple):
     """Totals by group, groups in the order in which they first appeared. A group's position is a `slot_position`."""
 
@@ -94,28 +108,44 @@ class Answer(ABC):
             if per is not None:
                 raise QuestionError("top(): by and per do not go together.")
             return self._top_groups(k, by, where, absolute, lowest)
+        if per is not None:
+            return self._top_per(k, per, where, absolute, lowest)
+        ranked = self.best(k, where=where, absolute=absolute, lowest=lowest)
+        return self._described(self._frame(slice(0, self._address.height), ranked))
+
+    def best(
+        self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
+    ) -> Ranked:
+        """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
         self._needs_scan("single slots")
-        groups = None if per is None else Groups(self._store, self.layer.name, per, self._end)
-        frames = []
-        for queries in self._query_blocks(k * (1 if groups is None else len(groups))):
-            bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups) if groups else 1)]
+        pieces = []
+        for queries in self._query_blocks(k):
+            best = Best(queries.stop - queries.start, k, self._dtype)
+            for numbers, scores, _, _ in self._stream(queries, where):
+                best.add(_ranked_by(scores, absolute, lowest), numbers, scores)
+            pieces.append(Ranked(best.numbers, best.values))
+        return Ranked.join(pieces, self._dtype)
+
+    def _top_per(
+        self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
+    ) -> pl.DataFrame:
+        self._needs_scan("single slots")
+        groups = Groups(self._store, self.layer.name, per, self._end)
+        frames = [self._frame(slice(0, 0), Ranked.join([], self._dtype))]
+        for queries in self._query_blocks(k * len(groups)):
+            bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups))]
             for numbers, scores, chunk, places in self._stream(queries, where):
-                ranked = scores.abs() if absolute else -scores if lowest else scores
-                if groups is None:
-                    bests[0].add(ranked, numbers, scores)
-                    continue
-                codes = groups(chunk)[places]
+                ranked, codes = _ranked_by(scores, absolute, lowest), groups(chunk)[places]
                 for code in np.unique(codes):
                     here = torch.from_numpy(np.flatnonzero(codes == code))
                     bests[code].add(ranked[:, here], numbers[here], scores[:, here])
-            frames += [self._ranked(queries, best) for best in bests]
-        frame = pl.concat(frames) if frames else self._ranked(slice(0, 0), Best(0, k, self._dtype))
-        found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
-        described = frame.join(found, on="slot", how="left", maintain_order="left")
-        if groups is None:
-            return described
+            frames += [self._frame(queries, Ranked(best.numbers, best.values)) for best in bests]
         names = ["slot_position" if name == "position" else name for name in groups.by]
-        return described.sort([*self._address.columns, *names, "rank"])
+        return self._described(pl.concat(frames)).sort([*self._address.columns, *names, "rank"])
+
+    def _described(self, frame: pl.DataFrame) -> pl.DataFrame:
+        found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
+        return frame.join(found, on="slot", how="left", maintain_order="left")
 
     def total(
         self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False
@@ -230,16 +260,21 @@ class Answer(ABC):
         best = Best(len(sums.totals), k, torch.float64)
         ranked = sums.totals[:, there]
         best.add(-ranked if lowest else ranked, torch.arange(len(there)), ranked)
-        frame = self._ranked(slice(0, len(sums.totals)), best)
+        frame = self._frame(slice(0, len(sums.totals)), Ranked(best.numbers, best.values))
         described = sums.described.with_columns(pl.Series("visits", sums.visits.numpy()))
         found = described[there[torch.from_numpy(frame["slot"].to_numpy().copy())].numpy()]
         return pl.concat([frame.drop("slot"), found], how="horizontal")
 
-    def _ranked(self, queries: slice, best: Best) -> pl.DataFrame:
-        count, k = best.scores.shape
+    def _frame(self, queries: slice, ranked: Ranked) -> pl.DataFrame:
+        count, k = ranked.slots.shape
         address = self._address[queries][np.repeat(np.arange(count), k)]
         return address.with_columns(
             pl.Series("rank", np.tile(np.arange(1, k + 1), count), pl.Int64),
-            pl.Series(self.value, best.values.reshape(-1).numpy()),
-            pl.Series("slot", best.numbers.reshape(-1).numpy(), pl.Int64),
+            pl.Series(self.value, ranked.scores.reshape(-1).numpy()),
+            pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
         )
+
+
+def _ranked_by(scores: Tensor, absolute: bool, lowest: bool) -> Tensor:
+    """What decides: the highest of these are the best."""
+    return scores.abs() if absolute else -scores if lowest else scores
