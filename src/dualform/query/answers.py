@@ -122,7 +122,7 @@ class Answer(ABC):
         for queries in self._query_blocks(k):
             best = Best(queries.stop - queries.start, k, self._dtype)
             for numbers, scores, _, _ in self._stream(queries, where):
-                best.add(_ranked_by(scores, absolute, lowest), numbers, scores)
+                best.add(ranked_by(scores, absolute, lowest), numbers, scores)
             pieces.append(Ranked(best.numbers, best.values))
         return Ranked.join(pieces, self._dtype)
 
@@ -135,7 +135,7 @@ class Answer(ABC):
         for queries in self._query_blocks(k * len(groups)):
             bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups))]
             for numbers, scores, chunk, places in self._stream(queries, where):
-                ranked, codes = _ranked_by(scores, absolute, lowest), groups(chunk)[places]
+                ranked, codes = ranked_by(scores, absolute, lowest), groups(chunk)[places]
                 for code in np.unique(codes):
                     here = torch.from_numpy(np.flatnonzero(codes == code))
                     bests[code].add(ranked[:, here], numbers[here], scores[:, here])
@@ -275,6 +275,6 @@ class Answer(ABC):
         )
 
 
-def _ranked_by(scores: Tensor, absolute: bool, lowest: bool) -> Tensor:
+def ranked_by(scores: Tensor, absolute: bool, lowest: bool) -> Tensor:
     """What decides: the highest of these are the best."""
     return scores.abs() if absolute else -scores if lowest else scores

@@ -12,9 +12,18 @@ from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
-from dualform.query.answers import Answer, Scores
+from dualform.query.answers import FEW_GROUPS, Answer, Ranked, Scores, ranked_by
+from dualform.query.groups import Groups
+from dualform.query.masks import Mask
+from dualform.query.pruned import best_of, spread
+from dualform.query.visits import Visits
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+
+MANY = 64
+"""From so many queries on, keys that are too short to matter are left out."""
+QUERIES = 2048
+"""So many are multiplied with a stretch of keys at a time."""
 
 
 class LayerAttention(Answer):
@@ -38,6 +47,52 @@ class LayerAttention(Answer):
     def weights(self, *, where: pl.Expr | str | None = None) -> Iterator[Scores]:
         """Every attention weight, chunk by chunk: (slots (m,), weights (examples, positions, m))."""
         return self._scores(where)
+
+    def best(
+        self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
+    ) -> Ranked:
+        """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
+        if len(self._flat) < MANY or self.layer.form != "vectors" or self._store.manifest.keep == "totals":
+            return super().best(k, where=where, absolute=absolute, lowest=lowest)
+        queries = part(self._flat, self._columns)
+        if where is None and self._store.has_equal_keys(self.layer.name):
+            visits = Visits(self._store, self.layer.name, self._end)
+            keys = ((n, part(keys, self._columns)) for n, keys in visits.keys(self._dtype))
+            found = best_of(queries, keys, k, lambda scores: ranked_by(scores, absolute, lowest))
+            found = spread(found, visits.slots_of, k)
+        else:
+            found = best_of(queries, self._tiles(where), k, lambda scores: ranked_by(scores, absolute, lowest))
+        return Ranked(found.numbers, found.values)
+
+    def _scanned(self, groups: Groups, where: pl.Expr | str | None, absolute: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if where is not None or not self._store.has_equal_keys(self.layer.name) or len(groups) > FEW_GROUPS:
+            return super()._scanned(groups, where, absolute)
+        visits = Visits(self._store, self.layer.name, self._end)
+        counts, first = visits.by_group(groups)
+        queries = part(self._flat, self._columns)
+        totals = torch.zeros(len(queries), len(groups), dtype=torch.float64)
+        for numbers, keys in visits.keys(self._dtype):
+            taken = part(keys, self._columns).T
+            for low in range(0, len(queries), QUERIES):
+                scores = queries[low : low + QUERIES] @ taken
+                totals[low : low + QUERIES] += (scores.abs_() if absolute else scores) @ counts[numbers].to(
+                    scores.dtype
+                )
+        return totals, counts.sum(0), first
+
+    def _tiles(self, where: pl.Expr | str | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Slot numbers and keys, in their order."""
+        mask = None if where is None else Mask(self._store, where, self._end)
+        for chunk in self._store.chunks(self.layer.name, end_step=self._end):
+            kept = None if mask is None else mask(chunk)
+            for low, high in chunk.pieces(max(1, (self.layer.d_in + self.layer.d_out) // 4)):
+                numbers = torch.arange(low, high)
+                if kept is not None:
+                    numbers = numbers[torch.from_numpy(kept[low:high])]
+                    if not len(numbers):
+                        continue
+                keys = part(chunk.keys(self._dtype, low, high).vectors(), self._columns)
+                yield numbers + chunk.first_slot, keys if kept is None else keys[numbers - low]
 
     def part(self, name: str) -> LayerAttention:
         """For recurrent layers: the weights of the "input" or of the "recurrent" part of the keys alone."""

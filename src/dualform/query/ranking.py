@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,28 @@ class Best:
         self.scores = torch.zeros((n, 0), dtype=dtype)
         self.values = torch.zeros((n, 0), dtype=dtype)
         self.numbers = torch.zeros((n, 0), dtype=torch.int64)
+
+    def take(self, places: Tensor) -> Best:
+        """Those of some queries."""
+        return self.replaced(self.scores[places], self.values[places], self.numbers[places])
+
+    @staticmethod
+    def join(parts: Sequence[Best], k: int, dtype: torch.dtype) -> Best:
+        """Those of several, one below the other; all have seen the same slots."""
+        found = Best(0, k, dtype)
+        width = max((part.scores.shape[1] for part in parts), default=0)
+        return found.replaced(
+            *(
+                torch.cat([getattr(part, name) for part in parts]) if parts else getattr(found, name).reshape(0, width)
+                for name in ("scores", "values", "numbers")
+            )
+        )
+
+    def replaced(self, scores: Tensor, values: Tensor, numbers: Tensor) -> Best:
+        """Another one that holds these."""
+        found = Best(0, self._k, scores.dtype)
+        found.scores, found.values, found.numbers = scores, values, numbers
+        return found
 
     def add(self, scores: Tensor, numbers: Tensor, values: Tensor) -> None:
         """scores (n, m) decide; values (n, m) go along; numbers (m,) ascend, above all that came before."""

@@ -1,0 +1,65 @@
+"""Keys that several slots share: which slots, and how many of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.query.groups import Groups
+from dualform.store.reader import Store
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+STRETCH = 8192
+"""So many keys are decoded at a time."""
+
+
+class Visits:
+    """The slots of each stored key of a layer, up to a step."""
+
+    def __init__(self, store: Store, layer: str, end: int):
+        self._store, self._layer, self._end = store, layer, end
+        chunks = list(store.chunks(layer, end_step=end))
+        found = [c.key_numbers if c.key_numbers is not None else np.arange(c.slots) + self._first(c) for c in chunks]
+        self.key_of: Ints = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        """(slots,): the number of each slot's key."""
+        self._order = np.argsort(self.key_of, kind="stable")
+        self._starts = np.searchsorted(self.key_of[self._order], np.arange(store.key_count(layer) + 1))
+
+    def _first(self, chunk: Any) -> int:
+        """The number of the first key that a chunk stores: in it each slot has a key of its own."""
+        place = next(n for n, c in enumerate(self._store.manifest.chunks) if c is chunk.chunk)
+        return sum(c.keys[chunk.number] for c in self._store.manifest.chunks[:place])
+
+    def keys(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers (n,) and keys (n, d_in) of those that some slot has."""
+        counts = np.diff(self._starts)
+        for first, keys in self._store.distinct_keys(self._layer, dtype):
+            for low in range(0, len(keys), STRETCH):
+                some = keys[low : low + STRETCH]
+                there = counts[first + low : first + low + len(some)] > 0
+                numbers = torch.arange(first + low, first + low + len(some))
+                if there.all():
+                    yield numbers, some
+                elif there.any():
+                    yield numbers[torch.from_numpy(there)], some[torch.from_numpy(there)]
+
+    def slots_of(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """How many slots each of some keys has, (n,), and all these slots, one key's after the other's."""
+        begin, end = self._starts[numbers.numpy()], self._starts[numbers.numpy() + 1]
+        counts = end - begin
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return torch.from_numpy(counts), torch.from_numpy(self._order[np.repeat(begin, counts) + within])
+
+    def by_group(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        """How many slots of each group a key has, (keys, groups), and each group's first slot, (groups,)."""
+        chunks = list(self._store.chunks(self._layer, end_step=self._end))
+        codes = np.concatenate([groups(chunk) for chunk in chunks]) if chunks else np.zeros(0, dtype=np.int64)
+        width = len(groups)
+        flat = np.bincount(self.key_of * width + codes, minlength=(len(self._starts) - 1) * width)
+        first = torch.full((width,), torch.iinfo(torch.int64).max)
+        first.scatter_reduce_(0, torch.from_numpy(codes), torch.arange(len(codes)), "amin")
+        return torch.from_numpy(flat.reshape(-1, width)), first
