@@ -113,8 +113,8 @@ class DualLayer:
         return weights.reshape(*query.shape[:-1], weights.shape[-1])
 
     @cached_property
-    def _written(self) -> Tensor:
-        """What all slots wrote together, where coefficients are matrices."""
+    def learned(self) -> Tensor:
+        """What all slots wrote together: the trained weight less its initial part, (d_out, d_in)."""
         found = {name: rebuilt(self._store, name, begin=0, end=self._end) for name in self._weights}
         return as_matrix(self._layer, found).to(self._dtype) - self.initial_weight
 
@@ -124,7 +124,7 @@ class DualLayer:
         plain = len(self._layer.bilinear()) == 1 and self._layer.bilinear()[0].groups == 1
         plain = plain and len(self._store.users(self._weights[0])) == 1
         if self._coefficients is None or not plain:
-            return query @ self._written.T
+            return query @ self.learned.T
         flat = query.reshape(-1, query.shape[-1])
         total = torch.zeros(len(flat), len(self._layer.outputs) or self._layer.d_out, dtype=torch.float64)
         for chunk in self._store.chunks(self.name, end_step=self._end):

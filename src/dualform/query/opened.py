@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.dual import certificate
+from dualform.dual.compact import compact
 from dualform.dual.gradients import Keep, compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.totals import find
@@ -28,6 +29,7 @@ from dualform.errors import (
 )
 from dualform.query.answers import Answer
 from dualform.query.attention import LayerAttention
+from dualform.query.compact import Compact, compacted_weights
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
 from dualform.query.masks import Mask, condition_columns, over_groups
@@ -224,6 +226,26 @@ class Dual:
             self._whole(parameter, "masked()")
             weights[parameter] = rebuilt(self.store, parameter, begin=0, end=self.end_step, keep=takes_part)
         return self._with(weights)
+
+    def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:
+        """What layers learned in `rank` slots each (default: all layers that attend), the best that so few can do.
+
+        Remark 3.4 of the paper. `["4"]` has `keys`, `values`, `error` and the `slots` replaced; `.model()` is a plain copy of
+        the model with the compacted weights.
+        """
+        self._needs_slots("compact")
+        self._warn()
+        attending = {layer.name for layer in self._recorded() if layer.attends}
+        names = [name for name in self.layers if name in attending] if layers is None else self._chosen(layers)
+        found = {name: compact(DualLayer(self.store, name, self.end_step), rank) for name in names}
+
+        def model() -> nn.Module:
+            weights = self._weights_at(self.end_step)
+            for name, layer in found.items():
+                weights |= compacted_weights(self.store.layer(name)[1], layer, weights)
+            return self._with(weights)
+
+        return Compact(found, model)
 
     def until(self, step: int) -> Dual:
         """The dual as it was after `step` updates."""
