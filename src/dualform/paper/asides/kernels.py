@@ -114,8 +114,8 @@ class OtherKernels:
             f"{percent(polynomial.accuracy)}, the dot product to {dot.losses[-1]:.2f} and {percent(dot.accuracy)}. Softmax comes to "
             f"{soft.losses[-1]:.2f} and {percent(soft.accuracy)}, at a rate of {soft.rate:g}: its weights add up to 1, so each new slot "
             f"takes from all others. Times the number of slots it comes to {times.losses[-1]:.2f} and {percent(times.accuracy)}. So other "
-            f"kernels can be trained, if the weights of old slots do not shrink as new ones come; a gain is not seen here, and every forward "
-            f"pass runs over all that was ever learned."
+            f"kernels can be trained, if the weights of old slots do not shrink as new ones come. One seed and so few test digits do not "
+            f"tell which is best, and every forward pass runs over all that was ever learned."
         )
         rows = []
         for t in self.trained:
