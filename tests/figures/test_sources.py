@@ -7,7 +7,8 @@ import pytest
 
 from dualform.figures.colours import CLASSES, colour_of, ink_on
 from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
-from dualform.figures.sources import WIDTH, draw, save
+from dualform.figures.sheet import WIDTH
+from dualform.figures.sources import draw, save
 
 
 def explained(label=8, answer=5, top=8, scale=1.0):

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dualform.figures.colours import (
-    FAINT,
-    GROUND,
-    INITIAL,
-    INK,
-    RIGHT_INK,
-    RULE,
-    WRONG_INK,
-    colour_of,
-    ink_on,
-)
+from dualform.figures.colours import FAINT, INITIAL, INK, RIGHT_INK, WRONG_INK, colour_of
+from dualform.figures.lettering import LARGE, NORMAL, SMALL
+from dualform.figures.numerals import short, signed
 from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
+from dualform.figures.sheet import MARGIN, WIDTH, Sheet, write
 
-WIDTH, BLOCK, LAYER, FOOT = 9.0, 0.95, 1.06, 0.42
-"""Inches: the figure's width; the height of a block beside its layers, of a layer in it, and of the foot."""
-LEFT, MIDDLE, RIGHT = (0.22, 2.66), (3.24, 4.00), (7.64, 1.20)
+BLOCK, LAYER, FOOT = 0.95, 1.06, 0.42
+"""Inches: the height of a block beside its layers, of a layer in it, and of the foot."""
+LEFT, MIDDLE, RIGHT = (MARGIN, 2.66), (3.24, 4.00), (7.64, 1.20)
 """Inches: where each of the three columns begins, and its width."""
-DPI = 200
-SMALL, NORMAL, LARGE = 7.0, 8.0, 11.0
-"""Font sizes in points: the smallest is 10 pixels high where the figure is 900 pixels wide."""
-FONT: Any = {"font.family": "DejaVu Sans", "svg.hashsalt": "dualform"}
-"""Comes with Matplotlib; the salt makes the same results give the same SVG."""
 
 
 def save(explained: Sequence[Explained], stem: Path) -> list[Path]:
     """Draw and save `stem`.png and `stem`.svg."""
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    with rc_context(FONT):
-        figure = draw(explained)
-        figure.savefig(paths[0], dpi=DPI)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return write(lambda: draw(explained), stem)
 
 
 def draw(explained: Sequence[Explained]) -> Figure:
@@ -62,35 +42,6 @@ def draw(explained: Sequence[Explained]) -> Figure:
         color=FAINT,
     )
     return sheet.figure
-
-
-class Sheet:
-    """A figure on which places are given in inches from the upper left corner."""
-
-    def __init__(self, height: float):
-        self.height = height
-        self.figure = Figure(figsize=(WIDTH, height), facecolor=GROUND)
-        FigureCanvasAgg(self.figure)
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Any:
-        """Axes without frame or ticks."""
-        axes = self.figure.add_axes(
-            (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
-        )
-        axes.set(xticks=[], yticks=[], facecolor="none")
-        axes.spines[:].set_visible(False)
-        return axes
-
-    def text(self, left: float, top: float, content: str, **style: Any) -> None:
-        """Text whose middle line is at `top`."""
-        style = {"size": SMALL, "color": INK, "va": "center", **style}
-        self.figure.text(left / WIDTH, 1 - top / self.height, content, **style)
-
-    def rule(self, top: float) -> None:
-        """A thin line across."""
-        y = 1 - top / self.height
-        ends = [LEFT[0] / WIDTH, 1 - LEFT[0] / WIDTH]
-        self.figure.add_artist(Line2D(ends, [y, y], color=RULE, linewidth=0.8))
 
 
 def _block(sheet: Sheet, one: Explained, top: float) -> None:
@@ -117,12 +68,11 @@ def _block(sheet: Sheet, one: Explained, top: float) -> None:
 
 
 def _test_image(sheet: Sheet, one: Explained, top: float) -> None:
-    axes = sheet.axes(LEFT[0], top - 0.24, 1.0, 1.0)
-    _picture(axes, one.image, colour_of(one.label), 3.0)
+    sheet.picture(LEFT[0], top - 0.24, 1.0, one.image, colour_of(one.label), 3.0)
     for row, (what, label) in enumerate((("true class", one.label), ("answer", one.answer))):
         y = top + 0.06 + row * 0.34
         sheet.text(LEFT[0] + 1.16, y, what, color=FAINT, size=NORMAL)
-        _badge(sheet, LEFT[0] + 1.88, y, label, NORMAL + 1)
+        sheet.badge(LEFT[0] + 1.88, y, label, NORMAL + 1)
 
 
 def _layer(sheet: Sheet, layer: LayerSources, top: float) -> None:
@@ -143,9 +93,9 @@ def _layer(sheet: Sheet, layer: LayerSources, top: float) -> None:
 
 
 def _thumbnail(sheet: Sheet, source: Source, left: float, top: float, size: float) -> None:
-    _picture(sheet.axes(left, top, size, size), source.image, colour_of(source.label), 2.0)
-    _badge(sheet, left + 0.045, top + size + 0.12, source.label, SMALL)
-    sheet.text(left + size, top + size + 0.12, _short(source.weight), ha="right")
+    sheet.picture(left, top, size, source.image, colour_of(source.label), 2.0)
+    sheet.badge(left + 0.045, top + size + 0.12, source.label, SMALL)
+    sheet.text(left + size, top + size + 0.12, short(source.weight), ha="right")
     sheet.text(left + size, top + size + 0.26, f"step {source.step}", ha="right", color=FAINT)
 
 
@@ -157,7 +107,7 @@ def _totals(sheet: Sheet, layer: LayerSources, top: float) -> None:
     axes.set_ylim(low, high or 1.0)
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.set_xticks(list(classes), [str(label) for label in classes], fontsize=SMALL, color=INK)
-    axes.set_yticks([0.0, high or 1.0], ["0", _short(high)], fontsize=SMALL, color=FAINT)
+    axes.set_yticks([0.0, high or 1.0], ["0", short(high)], fontsize=SMALL, color=FAINT)
     axes.tick_params(length=0, pad=2)
 
 
@@ -176,7 +126,7 @@ def _logits(sheet: Sheet, one: Explained, top: float, height: float) -> None:
         for row, (word, number) in enumerate((("sum", split.total), ("logit", split.logit))):
             if place == 0:
                 sheet.text(left - 0.05, foot + 0.14 * row, word, ha="right", weight="bold")
-            sheet.text(left + width - 0.06, foot + 0.14 * row, _signed(number, 4), ha="right", weight="bold")
+            sheet.text(left + width - 0.06, foot + 0.14 * row, signed(number, 4), ha="right", weight="bold")
 
 
 def _logit(
@@ -201,7 +151,7 @@ def _logit(
         axes.tick_params(length=0, pad=2)
     pitch = height / len(parts)
     for row, part in enumerate(parts):
-        sheet.text(left + width - 0.06, top + (row + 0.5) * pitch, _signed(part, 2), ha="right")
+        sheet.text(left + width - 0.06, top + (row + 0.5) * pitch, signed(part, 2), ha="right")
     sheet.figure.add_artist(
         Line2D(
             [(left + 0.04) / WIDTH, (left + width - 0.06) / WIDTH],
@@ -210,30 +160,3 @@ def _logit(
             linewidth=0.6,
         )
     )
-
-
-def _picture(axes: Any, image: Any, colour: str, border: float) -> None:
-    axes.imshow(image, cmap="gray_r", vmin=0, interpolation="nearest")
-    axes.spines[:].set(visible=True, color=colour, linewidth=border)
-
-
-def _badge(sheet: Sheet, left: float, top: float, label: int, size: float) -> None:
-    box = {
-        "boxstyle": "round,pad=0.18,rounding_size=0.15",
-        "facecolor": colour_of(label),
-        "edgecolor": "none",
-    }
-    sheet.text(left, top, str(label), size=size, weight="bold", color=ink_on(label), ha="center", bbox=box)
-
-
-def _signed(number: float, digits: int) -> str:
-    return f"{number:+.{digits}f}".replace("-", "−")
-
-
-def _short(number: float) -> str:
-    """At most four characters and a sign."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit:
-            scaled = number / limit
-            return f"{scaled:.1f}{unit}" if abs(scaled) < 9.95 else f"{scaled:.0f}{unit}"
-    return f"{number:.1f}" if abs(number) < 99.95 else f"{number:.0f}"
