@@ -7,6 +7,8 @@ CLASSES = (
     "#DDCC77", "#CC6677", "#882255", "#AA4499", "#7A7A7A",
 )  # fmt: skip
 """Paul Tol's "muted" scheme and a grey: told apart with every kind of colour vision."""
+SERIES = ("#0077BB", "#EE7733", "#009988", "#EE3377", "#BBBBBB", "#CC3311", "#33BBEE")
+"""What is compared and is no class: Paul Tol's "vibrant" scheme, apart from the classes' colours."""
 INITIAL = "#222222"
 """The initial part: what was there before any training example."""
 INK, FAINT, RULE, GROUND = "#1B1F24", "#6B7280", "#D5D9DF", "#FFFFFF"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
@@ -12,6 +16,10 @@ SMALL, NORMAL, LARGE = 7.0, 8.0, 11.0
 LINE = 0.14
 """Inches from one line of small text to the next."""
 POINTS = 72.0
+SLANT, LONGEST = 35.0, 0.95
+"""Of names too wide to stand beside each other: degrees, and inches that are written of each at most."""
+SLANTED: Any = {"rotation": SLANT, "rotation_mode": "anchor", "ha": "right", "va": "top"}
+"""The style of such a name: it ends below what it names."""
 
 
 def width_of(content: str, size: float = SMALL, *, bold: bool = False) -> float:
@@ -41,3 +49,9 @@ def wrapped(content: str, width: float, size: float = SMALL, *, bold: bool = Fal
         else:
             lines.append(word)
     return lines
+
+
+def depth_of(names: Sequence[str]) -> float:
+    """Inches from the upper to the lower end of slanted names."""
+    longest = min(LONGEST, max(map(width_of, names), default=0.0))
+    return longest * math.sin(math.radians(SLANT)) + 0.1 if names else 0.0

@@ -27,3 +27,9 @@ def together(numbers: Sequence[float]) -> list[str]:
     largest = max((abs(number) for number in numbers), default=0.0)
     scale, unit = next(((limit, unit) for limit, unit in UNITS if largest >= limit), (1.0, ""))
     return [f"{number / scale:.6g}{unit}".replace("-", "−") if number else "0" for number in numbers]
+
+
+def alike(numbers: Sequence[float]) -> list[str]:
+    """Numbers side by side: one digit after the point, or two where all are smaller than one."""
+    digits = 1 if max((abs(number) for number in numbers), default=0.0) >= 1 else 2
+    return [f"{round(number, digits) + 0.0:.{digits}f}".replace("-", "−") for number in numbers]

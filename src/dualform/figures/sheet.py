@@ -56,10 +56,10 @@ class Sheet:
         style = {"size": SMALL, "color": INK, "va": "center", **style}
         return self.figure.text(left / WIDTH, 1 - top / self.height, content, **style)
 
-    def rule(self, top: float) -> None:
+    def rule(self, top: float, left: float = MARGIN) -> None:
         """A thin line across."""
         y = 1 - top / self.height
-        ends = [MARGIN / WIDTH, 1 - MARGIN / WIDTH]
+        ends = [left / WIDTH, 1 - MARGIN / WIDTH]
         self.figure.add_artist(Line2D(ends, [y, y], color=RULE, linewidth=0.8))
 
     def picture(self, left: float, top: float, size: float, image: Any, colour: str, border: float) -> None:
