@@ -41,7 +41,9 @@ def test_a_class_has_its_own_colour():
 def test_everything_can_be_read(panels, groups, series, name):
     names = tuple(name.format(number) for number in range(groups))
     shown = tuple(Series(f"series {n}", tuple(80.0 - 9 * n + g for g in range(groups))) for n in range(series))
-    legible(draw([Bars("Tested on both datasets", names, shown, "accuracy (%)")] * panels, "Masks"))
+    legible(
+        draw([Bars("Tested on both datasets", names, shown, "accuracy of the masked network (%)")] * panels, "Masks")
+    )
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1e4])

@@ -60,7 +60,8 @@ def test_a_class_that_is_not_shown_is_not_marked():
 @pytest.mark.parametrize("groups", [DIGITS, DIGITS + CLOTHES, DIGITS + LONG])
 @pytest.mark.parametrize("scale", [0.01, 1e8])
 def test_everything_can_be_read(groups, signed, scale):
-    legible(draw(totals(groups, scale, signed=signed), "Totals", target=groups[0], answer=groups[-1]))
+    what = {"target": groups[0], "answer": groups[-1], "quantity": "contribution to the answer's logit"}
+    legible(draw(totals(groups, scale, signed=signed), "Totals", **what))
 
 
 def test_nothing_to_sum_is_drawn_too():

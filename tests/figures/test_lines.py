@@ -46,7 +46,11 @@ def test_everything_can_be_read(panels, span, log):
     lines = tuple(
         Line(f"layer-{n} with a long name", RANKS, 10.0 ** (-span * np.arange(10) / 9 - n / 10)) for n in range(7)
     )
-    figure = draw([Lines("Error of the weights by rank", "rank", "relative error", lines, log, log)] * panels, "SVD")
+    figure = draw(
+        [Lines("Error of the weights by rank", "rank", "relative error of the weights by rank", lines, log, log)]
+        * panels,
+        "SVD",
+    )
     assert len(figure.axes) == panels
     legible(figure)
 

@@ -15,7 +15,7 @@ from dualform.figures.grid import PANEL, across, balanced, colours, grid
 from dualform.figures.lettering import LINE, LONGEST, SLANTED, SMALL, depth_of, shortened, width_of, wrapped
 from dualform.figures.numerals import alike
 from dualform.figures.results import Bars, Series
-from dualform.figures.scales import reach, ticks
+from dualform.figures.scales import reach, ticks, y_label
 from dualform.figures.sheet import write
 
 COLUMNS, NARROWEST, FILLED = 3, 0.13, 0.82
@@ -85,7 +85,7 @@ def _panel(axes: Any, panel: Bars, palette: dict[str, str], pitch: float) -> Non
         _numbers(axes, series, places, width * pitch)
     axes.set_xlim(-0.5, max(len(panel.groups), 1) - 0.5)
     ticks(axes.yaxis)
-    axes.set_ylabel(panel.unit, fontsize=SMALL, color=INK)
+    y_label(axes, panel.unit, PANEL)
     axes.tick_params(axis="x", length=0, pad=4)
     _names(axes, panel.groups, pitch)
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from dualform.figures.colours import INK, colour_of
-from dualform.figures.lettering import SMALL
+from dualform.figures.colours import colour_of
 from dualform.figures.partition import Partition
 from dualform.figures.results import LayerCurves
-from dualform.figures.scales import reach, ticks
+from dualform.figures.scales import reach, ticks, y_label
 from dualform.figures.sheet import write
-from dualform.figures.stack import stack
+from dualform.figures.stack import PANEL, stack
 
 FILLED = 0.9
 """How much of a class's width the curve with the most weights takes."""
@@ -50,4 +49,4 @@ def _curves(axes: Any, layer: LayerCurves, partition: Partition, most: int) -> N
     present = [weights for weights in layer.weights if len(weights)]
     reach(axes, min((w.min() for w in present), default=0.0), max((w.max() for w in present), default=0.0), 0.04)
     ticks(axes.yaxis)
-    axes.set_ylabel("attention weight\n(key · query)", fontsize=SMALL, color=INK)
+    y_label(axes, "attention weight\n(key · query)", PANEL)

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dualform.figures.colours import FAINT, INK
-from dualform.figures.grid import balanced, colours, grid
+from dualform.figures.grid import PANEL, balanced, colours, grid
 from dualform.figures.lettering import SMALL
 from dualform.figures.results import Line, Lines
-from dualform.figures.scales import log_ticks, ticks
+from dualform.figures.scales import log_ticks, ticks, y_label
 from dualform.figures.sheet import write
 
 COLUMNS, FOOT, FEW = 3, 0.36, 20
@@ -70,4 +70,4 @@ def _panel(axes: Any, panel: Lines, styles: dict[str, dict[str, Any]]) -> None:
         ticks(axes.xaxis, whole=all(float(x).is_integer() for line in panel.series for x in line.x))
     (log_ticks if panel.log_y else ticks)(axes.yaxis)
     axes.set_xlabel(panel.x_label, fontsize=SMALL, color=INK, labelpad=3)
-    axes.set_ylabel(panel.y_label, fontsize=SMALL, color=INK)
+    y_label(axes, panel.y_label, PANEL)

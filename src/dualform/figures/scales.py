@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from dualform.figures.colours import FAINT, INK, RULE
-from dualform.figures.lettering import SMALL
+from dualform.figures.lettering import SMALL, wrapped
 from dualform.figures.numerals import together
 
 ROUND = (1, 2, 2.5, 5, 10)
@@ -53,3 +53,9 @@ def reach(axes: Any, low: float, high: float, room: float) -> None:
     axes.set_ylim(low - room * span if low < 0 else 0.0, (high or (1.0 if low == 0 else 0.0)) + room * span)
     if low < 0:
         axes.axhline(0, color=INK, linewidth=0.6)
+
+
+def y_label(axes: Any, words: str, height: float) -> None:
+    """What the numbers are, in lines of at most `height` inches."""
+    lines = [line for part in words.split("\n") for line in wrapped(part, height)]
+    axes.set_ylabel("\n".join(lines), fontsize=SMALL, color=INK)

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from dualform.figures.colours import INK, colour_of
-from dualform.figures.lettering import SMALL
 from dualform.figures.partition import Partition, class_of
 from dualform.figures.results import Group, LayerTotals
-from dualform.figures.scales import reach, ticks
+from dualform.figures.scales import reach, ticks, y_label
 from dualform.figures.sheet import write
-from dualform.figures.stack import stack
+from dualform.figures.stack import PANEL, stack
 
 BAR = 0.78
 """A bar's width, in widths of a class."""
@@ -46,7 +45,7 @@ def draw(
         _bars(axes, layer, partition)
         _mark(axes, layer, partition, target, filled=True, aside=-0.06 * (target == answer))
         _mark(axes, layer, partition, answer, filled=False, aside=0.06 * (target == answer))
-        axes.set_ylabel(quantity or _summed(layer), fontsize=SMALL, color=INK)
+        y_label(axes, quantity or _summed(layer), PANEL)
     return figure
 
 
