@@ -11,6 +11,10 @@ from training import assert_same_weights, network, samples, sgd, train
 INPUTS, LABELS = samples()
 
 
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
 def weights_where(dual, where):
     return [scores.slots.tolist() for scores in dual.attend(INPUTS[:1])["0"].weights(where=where)]
 
@@ -39,6 +43,15 @@ def test_conditions_on_rows_steps_and_positions(dual, where, expected):
 def test_a_mask_over_an_earlier_moment_sees_only_its_rows(dual):
     found = weights_where(dual.until(2), pl.col("step") == pl.col("step").max())
     assert found == [[5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("where", [pl.col("label") == 1, pl.col("position") > 0])
+def test_a_mask_over_an_earlier_moment_where_an_optimizer_is_replayed(tmp_path, where):
+    """The moment lies within a chunk, whose later rows are not part of the question."""
+    whole = train(tmp_path / "whole", optimizer=adam)
+    short = train(tmp_path / "short", optimizer=adam, steps=3)
+    expected = short.dual.masked(drop=where)
+    assert_same_weights(whole.dual.until(3).masked(drop=where), expected.state_dict())
 
 
 @pytest.mark.parametrize(

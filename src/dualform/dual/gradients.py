@@ -231,7 +231,7 @@ class Replayed:
         if self._open is None or self._open[0] != place:
             found = []
             for layer in self._users:
-                chunk = self._store.chunk_of(layer.name, place)
+                chunk = self._store.chunk_of(layer.name, place, self.updates.end)
                 if chunk is not None:
                     found.append((chunk, layer, None if self._keep is None else self._keep(chunk)))
             self._open = (place, found, self._store.gradients_in(place, self.updates.parameter))
