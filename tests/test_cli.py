@@ -133,11 +133,12 @@ def test_verify_passes(run):
     assert answer.exit_code == 0
     assert json.loads(answer.stdout)["passed"] is True
     assert answer.stderr == ""
+    assert call("verify", run, "--workers", 2, "--json").stdout == answer.stdout
 
 
 def test_verify_fails_where_the_weights_are_not_what_the_slots_say(tmp_path, run, monkeypatch):
-    rebuilt = dualform.dual.certificate.rebuilt
-    monkeypatch.setattr("dualform.dual.certificate.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
+    rebuilt = dualform.dual.weights.rebuilt
+    monkeypatch.setattr("dualform.dual.side_by_side.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
     failed = call("verify", run)
     assert failed.exit_code == 1
     assert "Not verified: 0.weight, 0.bias, 2.weight, 2.bias" in failed.stdout

@@ -136,6 +136,7 @@ def verify(
         int | None,
         typer.Option(help="Verify the network as it was after this many steps.", show_default="the end"),
     ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="So many parameters or segments of training at a time.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Compare each recorded parameter with its dual form. Exits with 1 unless all of them pass."""
@@ -146,7 +147,7 @@ def verify(
     if step is not None:
         dual = dual.until(step)
     with _progress() as progress:
-        certificate = dual.verify(progress=progress)
+        certificate = dual.verify(workers=workers, progress=progress)
     if as_json:
         print(certificate.to_json())
     else:

@@ -50,6 +50,13 @@ class Linear:
         _add(weight, self.direct, pushed, -1.0)
         _add(weight, self.through, average, -1.0)
 
+    def carry(self, weight: Factor, average: Factor) -> tuple[Factor, Factor]:
+        """Like apply without a gradient, not in place; what is a number stays one as long as no matrix meets it."""
+        pushed = _times(weight, self.decay)
+        average = _plus(_times(average, self.keep), self.take, pushed)
+        weight = _plus(_times(weight, self.shrink), self.direct, pushed, -1.0)
+        return _plus(weight, self.through, average, -1.0), average
+
     def back(self, p: Factor, q: Factor) -> tuple[Factor, Factor, Factor]:
         """X = p·W + q·m after this update → the coefficient of its gradient, and p, q before it."""
         r = q - p * self.through
@@ -70,6 +77,28 @@ def _add(tensor: Tensor, factor: Factor, other: Tensor | None, sign: float = 1.0
         tensor.addcmul_(factor, other, value=sign)
     elif factor:
         tensor.add_(other, alpha=sign * factor)
+
+
+TINY = 1e-30
+"""A number below it is taken for 0: nothing is left of it in any sum, and float32's smallest numbers are slow."""
+
+
+def _times(one: Factor, number: float) -> Factor:
+    if isinstance(one, Tensor) and number:
+        return one if number == 1.0 else one * number
+    return 0.0 if isinstance(one, Tensor) or abs(one * number) < TINY else one * number
+
+
+def _plus(one: Factor, factor: Factor, other: Factor, sign: float = 1.0) -> Factor:
+    """one + sign·factor·other, in one go over the matrices."""
+    if isinstance(factor, Tensor) and isinstance(other, Tensor):
+        return torch.addcmul(one, factor, other, value=sign) if isinstance(one, Tensor) else one + sign * factor * other
+    number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
+    if number == 0.0 or (isinstance(matrix, float) and matrix == 0.0):
+        return one
+    if isinstance(one, Tensor) and isinstance(matrix, Tensor):
+        return torch.add(one, matrix, alpha=sign * float(number))
+    return one + matrix * (sign * number)
 
 
 Update = Callable[[Settings, dict[str, Tensor], Tensor | None], tuple[float, Factor, Factor, Factor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.gradients import kept_rows
+from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
@@ -76,7 +77,7 @@ class Certificate:
     __repr__ = __str__
 
 
-def verify(store: Store, end: int, progress: Progress | None = None) -> Certificate:
+def verify(store: Store, end: int, progress: Progress | None = None, workers: int = 1) -> Certificate:
     """Compare each parameter of the dual at `end` with the weights that training left there."""
     snapshots = [step for step in store.snapshot_steps() if step <= end]
     nearest = snapshots[-1]
@@ -88,11 +89,11 @@ def verify(store: Store, end: int, progress: Progress | None = None) -> Certific
         end, compared = nearest, "the last stored weights (the recording did not end by itself)"
     else:
         compared = f"weights rebuilt from the snapshot at step {nearest}"
-    lines = []
+    lines, duals = [], _duals(store, end, workers)
     for number, parameter in enumerate(store.manifest.parameters):
         if progress is not None:
             progress("verifying", number, len(store.manifest.parameters))
-        dual = _dual(store, parameter.name, end)
+        dual = next(duals)
         primal = None if compared.startswith("nothing") else _primal(store, parameter.name, nearest, end)
         lines.append(_line(store, parameter.name, dual, primal, end))
     if progress is not None:
@@ -121,9 +122,12 @@ def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _dual(store: Store, parameter: str, end: int) -> Tensor:
+def _duals(store: Store, end: int, workers: int) -> Iterator[Tensor]:
+    """The dual of each parameter, from the beginning of training."""
+    names = [parameter.name for parameter in store.manifest.parameters]
     if store.manifest.keep != "totals":
-        return rebuilt(store, parameter, begin=0, end=end)
+        yield from each_rebuilt(store, names, end=end, workers=workers)
+        return
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:
         moment = store.manifest.totals.step if store.manifest.totals else 0
@@ -132,7 +136,7 @@ def _dual(store: Store, parameter: str, end: int) -> Tensor:
             + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
             + ' Record with keep="slots", or with totals that have deltas.'
         )
-    return view.rebuilt(parameter)
+    yield from map(view.rebuilt, names)
 
 
 def _primal(store: Store, parameter: str, nearest: int, end: int) -> Tensor:

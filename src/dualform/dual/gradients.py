@@ -106,6 +106,12 @@ class Updates:
         """The settings of one update."""
         return {name: float(values[place]) for name, values in self.settings.items()}
 
+    def between(self, begin: int, end: int) -> Updates:
+        """Those of a shorter stretch."""
+        here = slice(*np.searchsorted(self.steps, [begin, end]).tolist())
+        settings = {name: values[here] for name, values in self.settings.items()}
+        return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
+
     @cached_property
     def place(self) -> dict[int, int]:
         """By step: the update's place."""

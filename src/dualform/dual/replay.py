@@ -6,7 +6,7 @@ C_s of the last step comes first; the matrices of a stretch are kept in memory, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,18 +64,23 @@ def step_on(now: Moment, kind: Kind, settings: dict[str, float], gradient: Tenso
     return linear
 
 
-def forward(store: Store, updates: Updates, keep: Keep | None = None) -> Tensor:
-    """The parameter at the end of the updates, from the snapshot where they begin; with a mask, what the kept slots make of it."""
+def forward(
+    store: Store, updates: Updates, keep: Keep | None = None, on_each: Callable[[Linear], None] | None = None
+) -> tuple[Moment, Moment]:
+    """The parameter at the end of the updates, from the snapshot where they begin: as it was trained, and what the slots that
+    take part make of it (without a mask the same). on_each: called with each update.
+    """
     kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
-    masked = None if keep is None else (now.weight.clone(), now.average.clone())
+    masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     for place in range(len(updates.steps)):
         full, kept = gradients(place)
         linear = step_on(now, kind, updates.at(place), full)
-        if masked is not None:
-            assert kept is not None
-            linear.apply(*masked, kept)
-    return (now.weight if masked is None else masked[0]).double()
+        if kept is not None:
+            linear.apply(masked.weight, masked.average, kept)
+        if on_each is not None:
+            on_each(linear)
+    return now, masked
 
 
 class Backward:

@@ -18,6 +18,7 @@ from dualform.dual import certificate
 from dualform.dual.compact import compact
 from dualform.dual.gradients import Keep, compute_dtype
 from dualform.dual.layer import DualLayer
+from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import (
@@ -142,9 +143,12 @@ class Dual:
             },
         }
 
-    def verify(self, *, progress: certificate.Progress | None = None) -> certificate.Certificate:
-        """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict."""
-        return certificate.verify(self.store, self.end_step, progress)
+    def verify(self, *, workers: int = 1, progress: certificate.Progress | None = None) -> certificate.Certificate:
+        """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict.
+
+        workers: threads, as for masked().
+        """
+        return certificate.verify(self.store, self.end_step, progress, workers)
 
     def layer(self, name: str) -> DualLayer:
         """One layer on the level of the paper: initial weight, keys, values, attention weights, equation 13."""
@@ -195,11 +199,14 @@ class Dual:
         keep: pl.Expr | str | None = None,
         drop: pl.Expr | str | None = None,
         layers: str | Collection[str] | None = None,
+        workers: int = 1,
         progress: certificate.Progress | None = None,
     ) -> nn.Module:
         """A plain copy of the model whose layers remember only some of their slots.
 
         This edits memory: coefficients, clipping and decay stay as they were. It does not predict retraining.
+        workers: threads, each with a parameter or, where an optimizer is replayed (Adam family), with a stretch of training
+        between two snapshots. Each needs about ten times the memory of its parameter.
         """
         if (keep is None) == (drop is None):
             raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
@@ -222,9 +229,12 @@ class Dual:
             )
         mask = Mask(self.store, condition, self.end_step, name=name)
         takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
-        for parameter in _counted("masking", self._parameters(layers), progress):
-            self._whole(parameter, "masked()")
-            weights[parameter] = rebuilt(self.store, parameter, begin=0, end=self.end_step, keep=takes_part)
+        names = self._parameters(layers)
+        for name in names:
+            self._whole(name, "masked()")
+        found = each_rebuilt(self.store, names, end=self.end_step, keep=takes_part, workers=workers)
+        for name, value in zip(_counted("masking", names, progress), found, strict=True):
+            weights[name] = value
         return self._with(weights)
 
     def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:

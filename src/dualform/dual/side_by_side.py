@@ -1,0 +1,84 @@
+"""Many parameters put together again, by several threads: parameter by parameter, and segment by segment where these are replayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dualform.dual.coefficients import is_elementwise
+from dualform.dual.gradients import Keep, updates_of
+from dualform.dual.segments import Segment, cut, replay
+from dualform.dual.weights import rebuilt
+from dualform.errors import QuestionError
+from dualform.store.reader import Store
+
+T = TypeVar("T")
+
+
+def each_rebuilt(
+    store: Store, parameters: Iterable[str], *, end: int, keep: Keep | None = None, workers: int = 1
+) -> Iterator[Tensor]:
+    """`rebuilt` from the beginning, for each of the parameters in their order.
+
+    One worker walks through training once. With more, a segment needs memory for the parameter, its optimizer state, the masked
+    parameter and up to four matrices of its transfer; at most `workers` are replayed and as many wait for those before them.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise QuestionError(f"workers={workers!r}: expected a whole number from 1 on.")
+    names = list(parameters)
+    if workers == 1:
+        for name in names:
+            yield rebuilt(store, name, begin=0, end=end, keep=keep)
+        return
+    with closing(run((task for name in names for task in _tasks(store, name, end, keep)), workers)) as done:
+        for name in names:
+            found = next(done)
+            yield found if isinstance(found, Tensor) else _strung(store, name, found, done, end, keep)
+
+
+def _tasks(store: Store, name: str, end: int, keep: Keep | None) -> Iterator[Callable[[], Tensor | Segment]]:
+    updates = updates_of(store, name, end=end)
+    segments = cut(store, updates) if is_elementwise(updates) else []
+    if len(segments) < 2:
+        yield partial(rebuilt, store, name, begin=0, end=end, keep=keep)
+        return
+    for some in segments:
+        yield partial(replay, store, some, keep, first=some.begin == 0, last=some.end == end)
+
+
+def _strung(
+    store: Store, name: str, first: Segment, others: Iterator[Tensor | Segment], end: int, keep: Keep | None
+) -> Tensor:
+    """A parameter from its segments; in one walk, if the snapshots are not what its slots say."""
+    weight, average, fits, segment = first.weight, first.average, first.fits, first
+    while segment.updates.end < end:
+        following = next(others)
+        assert isinstance(following, Segment)
+        segment = following
+        weight, average = segment.after(store, weight, average)
+        fits = fits and segment.fits
+    return weight.double() if fits else rebuilt(store, name, begin=0, end=end, keep=keep)
+
+
+def run(tasks: Iterable[Callable[[], T]], workers: int) -> Generator[T, None, None]:
+    """The results of tasks, in order. The threads that PyTorch uses within an operation are shared out among the workers."""
+    threads, waiting = torch.get_num_threads(), deque[Future[T]]()
+    torch.set_num_threads(max(1, threads // workers))
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(task))
+            if len(waiting) == 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)

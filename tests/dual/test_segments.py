@@ -1,0 +1,187 @@
+"""Segments replayed side by side, against one walk through training."""
+
+import polars as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dualform
+from dualform.dual import segments, side_by_side
+from dualform.dual.gradients import updates_of
+from dualform.dual.weights import rebuilt
+
+SAMPLES, ROWS, TIME, TOKENS = 10, 4, 3, 5
+STEPS, EVERY = 11, 3
+TEXT = torch.randint(0, TOKENS, (SAMPLES, TIME + 1), generator=torch.Generator().manual_seed(2))
+LABELS = torch.arange(SAMPLES) % 3
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.02),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, betas=(0.9, 0.9), maximize=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.8, weight_decay=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, weight_decay=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.1),
+}
+
+
+class Network(nn.Module):
+    """A tied weight, biases, an elementwise weight, a convolution, and a map that is used in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(TOKENS, 4), nn.Linear(4, 4)
+        self.norm, self.mix = nn.LayerNorm(4), nn.Conv1d(4, 4, 3, padding=1)
+        self.extra, self.head = nn.Linear(4, 4), nn.Linear(4, TOKENS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x, extra=False):
+        x = self.norm(self.body(self.tokens(x)).tanh())
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(x + self.extra(x) if extra else x)
+
+
+def train(path, optimizer="adamw", *, every=EVERY, precision=torch.float64, dtype="float64", **settings):
+    torch.manual_seed(0)
+    model = Network().to(precision)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    with dualform.record(model, made, path, dtype=dtype, **settings) as recorder:
+        for step in range(STEPS):
+            made.param_groups[0]["lr"] *= 0.95
+            ids = (torch.arange(ROWS) * 3 + step) % SAMPLES
+            recorder.batch(label=LABELS[ids], token=TEXT[ids, :-1])
+            made.zero_grad()
+            F.cross_entropy(model(TEXT[ids, :-1], step % 2 == 0).flatten(0, 1), TEXT[ids, 1:].flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            made.step()
+            if every and step % every == every - 1:
+                recorder.seal()
+    return dualform.open(path, model)
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def dual(request, tmp_path_factory):
+    found = train(tmp_path_factory.mktemp("segments") / "run", request.param)
+    assert found.store.snapshot_steps() == [0, 3, 6, 9, STEPS]
+    return found
+
+
+def assert_same(found, expected, atol=1e-12):
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """The parameters that were rebuilt in one walk."""
+    seen = []
+
+    def watched(store, name, **where):
+        seen.append(name)
+        return rebuilt(store, name, **where)
+
+    monkeypatch.setattr(side_by_side, "rebuilt", watched)
+    return seen
+
+
+@pytest.mark.parametrize("drop", [pl.col("label") == 1, pl.col("token") == 2, pl.col("step") < 4, pl.lit(True)])
+@pytest.mark.parametrize("end", [2, 6, 7, STEPS])
+def test_masks_are_those_of_one_walk(dual, drop, end):
+    then = dual.until(end)
+    assert_same(then.masked(drop=drop, workers=3), then.masked(drop=drop))
+
+
+def test_a_mask_edits_something(dual):
+    masked = dual.masked(drop=pl.col("label") == 1, workers=2)
+    assert all((dual.primal().get_parameter(n) - p).abs().max() > 1e-4 for n, p in masked.named_parameters())
+
+
+def test_no_parameter_needs_a_walk_of_its_own(dual, walks):
+    dual.verify(workers=2)
+    elementwise = updates_of(dual.store, "body.weight").kind != "sgd"
+    assert bool(walks) != elementwise
+
+
+@pytest.mark.parametrize("end", [2, 6, 7, STEPS])
+def test_the_certificate_is_that_of_one_walk(dual, end):
+    one, several = (dual.until(end).verify(workers=workers) for workers in (1, 3))
+    assert one.frame.drop("gap", "distance", "reason").equals(several.frame.drop("gap", "distance", "reason"))
+    assert several.compared_with == one.compared_with
+    if end > 2:
+        assert several.passed, str(several)
+        assert several.frame["gap"].max() <= 1e-11, str(several)
+
+
+def test_with_the_first_and_last_snapshot_only(tmp_path, walks):
+    dual = train(tmp_path / "run", every=0)
+    assert dual.store.snapshot_steps() == [0, STEPS]
+    assert dual.verify(workers=2).passed
+    assert walks == [p.name for p in dual.store.manifest.parameters]
+    assert_same(dual.masked(drop="label = 1", workers=2), dual.masked(drop="label = 1"), atol=0)
+
+
+def test_a_snapshot_of_every_step(tmp_path):
+    dual = train(tmp_path / "run", "adam", every=1)
+    assert dual.verify(workers=2).passed
+    assert_same(dual.masked(drop="label = 1", workers=2), dual.masked(drop="label = 1"))
+
+
+def test_some_outputs(tmp_path):
+    dual = train(tmp_path / "run", outputs={"body": [0, 2]})
+    one, several = (dual.verify(workers=workers) for workers in (1, 2))
+    assert several.passed, str(several)
+    assert "2 of 4 rows" in str(several)
+    assert one.frame["verdict"].equals(several.frame["verdict"])
+
+
+@pytest.mark.parametrize("store", ["float32", "float16"])
+def test_in_less_than_double_precision(tmp_path, store, walks):
+    dual = train(tmp_path / "run", precision=torch.float32, dtype=store)
+    assert dual.verify(workers=2).passed
+    assert walks == []
+    bar = 1e-5 if store == "float32" else 1e-3
+    assert_same(dual.masked(drop="label = 1", workers=2), dual.masked(drop="label = 1"), atol=bar)
+
+
+@pytest.mark.parametrize("what", ["model", "exp_avg", "exp_avg_sq"])
+def test_a_snapshot_on_the_way_proves_nothing(tmp_path, walks, what):
+    """The certificate is about the way from the beginning: weights and state on the way may be anything."""
+    dual = train(tmp_path / "run")
+    expected, masked = dual.verify(), dual.masked(drop="label = 1")
+    walks.clear()
+    snapshot = dual.store.snapshot(6)
+    name = "model.body.weight" if what == "model" else f"state.body.weight.{what}"
+    snapshot._checked[name] = snapshot[name] * 1.5
+    found = dual.verify(workers=2)
+    assert found.frame["verdict"].equals(expected.frame["verdict"])
+    assert found.frame["gap"].max() <= 1e-11, str(found)
+    assert_same(dual.masked(drop="label = 1", workers=2), masked)
+    assert walks == ["body.weight"] * 2
+
+
+def test_slots_that_do_not_make_the_weights_are_found_out(tmp_path):
+    """An error in the first segment is still there at the end, though each later segment is right."""
+    dual = train(tmp_path / "run")
+    number, _ = dual.store.layer("body")
+    errors = next(dual.store.chunks("body")).file[f"{number}.errors"]
+    next(dual.store.chunks("body")).file._checked[f"{number}.errors"] = errors * 1.001
+    one, several = (dual.verify(workers=workers).frame for workers in (1, 2))
+    assert several["verdict"].equals(one["verdict"])
+    assert "fail" in several["verdict"]
+    assert several["gap"].to_list() == pytest.approx(one["gap"].to_list(), rel=1e-9, abs=1e-12)
+
+
+def test_a_transfer_is_the_updates_without_gradients(dual):
+    updates = updates_of(dual.store, "body.weight", end=6)
+    if updates.kind == "sgd":
+        return
+    transfer, linears = segments.Transfer(), []
+    segments.forward(dual.store, updates, None, lambda linear: (transfer.on(linear), linears.append(linear)))
+    weight, average = torch.randn(2, 4, 4, dtype=torch.float64)
+    found = transfer(weight, average)
+    for linear in linears:
+        linear.apply(weight, average, None)
+    torch.testing.assert_close(found, (weight, average), rtol=0, atol=1e-13)
