@@ -19,13 +19,12 @@ from torch import Tensor
 
 from dualform.dual.gradients import kept_rows
 from dualform.dual.side_by_side import each_rebuilt
+from dualform.dual.tolerance import TOLERANCE, tolerance
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
 from dualform.store.reader import Store
 
-TOLERANCE = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3}
-"""By the type of the parameter or of the store, whichever is coarser; float16 rounds key and error signal by 2⁻¹¹."""
 FLOORS = 4
 
 Progress = Callable[[str, int, int], None]
@@ -163,10 +162,9 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int
     updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
     floor = unit * math.sqrt(updates) * float(reached.norm())
     gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
-    tolerance = max(TOLERANCE.get(described.dtype, TOLERANCE["float16"]), TOLERANCE[store.manifest.dtype])
     coarse = "autocast" in mine.columns and mine["autocast"].drop_nulls().len() > 0
-    tolerance = max(tolerance, TOLERANCE["float16"]) if coarse else tolerance
-    verdict, reason = _judge(gap, distance, floor, tolerance, movement)
+    allowed = max(tolerance(store, name), TOLERANCE["float16"] if coarse else 0.0)
+    verdict, reason = _judge(gap, distance, floor, allowed, movement)
     if coarse and verdict == "pass":
         reason += " (autocast: its gradients were rounded to 16 bits)"
     lost = not_finite_from(store, store.parameter(name), end)
@@ -195,16 +193,16 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int
     }
 
 
-def _judge(gap: float, distance: float, floor: float, tolerance: float, movement: float) -> tuple[str, str]:
+def _judge(gap: float, distance: float, floor: float, allowed: float, movement: float) -> tuple[str, str]:
     if math.isnan(distance):
         return "fail", "it is not finite"
     if movement == 0 and distance == 0:
         return "pass", "it did not move"
-    if gap <= tolerance:
-        return "pass", f"gap ≤ {tolerance:.0e}"
+    if gap <= allowed:
+        return "pass", f"gap ≤ {allowed:.0e}"
     if distance <= FLOORS * floor:
         return "pass", f"within {FLOORS} rounding floors"
     return (
         "fail",
-        f"gap above {tolerance:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved",
+        f"gap above {allowed:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved",
     )

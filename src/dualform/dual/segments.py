@@ -18,12 +18,9 @@ from torch import Tensor
 
 from dualform.dual.gradients import Keep, Updates, compute_dtype, kept_rows
 from dualform.dual.replay import Moment, forward, moment
+from dualform.dual.tolerance import tolerance
 from dualform.recursions import KINDS, Factor, Linear
 from dualform.store.reader import Store
-
-FITS = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3}
-"""By the type of the store: how far the end of a segment may be from the next snapshot, relative to its size. What a
-snapshot could hide from the certificate is below what the certificate lets pass."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ def replay(store: Store, updates: Updates, keep: Keep | None, *, first: bool, la
     """Replay one segment. first: no transfer is needed, since the dual begins there; last: nothing follows that it has to fit."""
     transfer = Transfer()
     now, masked = forward(store, updates, keep, None if first else transfer.on)
-    fits = last or _fits(now, _snapshot(store, updates, updates.end), FITS[_coarser(store, now.weight.dtype)])
+    fits = last or _fits(now, _snapshot(store, updates, updates.end), tolerance(store, updates.parameter))
     return Segment(updates, masked.weight, masked.average, transfer, fits)
 
 
@@ -83,14 +80,10 @@ def _snapshot(store: Store, updates: Updates, step: int) -> Moment:
     return moment(store, updates.parameter, step, KINDS[updates.kind], rows, dtype)
 
 
-def _coarser(store: Store, dtype: torch.dtype) -> str:
-    return "float32" if dtype == torch.float32 and store.manifest.dtype == "float64" else store.manifest.dtype
-
-
-def _fits(now: Moment, then: Moment, tolerance: float) -> bool:
-    """Whether what decides on the shared tensors is the same; infinite values fit nothing."""
+def _fits(now: Moment, then: Moment, allowed: float) -> bool:
+    """Whether what the shared tensors of later steps depend on is the same, as far as the certificate can tell."""
     pairs = [(now.weight, then.weight), *((now.shared[name], then.shared[name]) for name in now.shared)]
-    return all(_norm(one - other) <= tolerance * _norm(other) for one, other in pairs)
+    return all(_norm(one - other) <= allowed * _norm(other) for one, other in pairs)
 
 
 def _norm(tensor: Tensor) -> float:

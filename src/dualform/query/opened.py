@@ -206,7 +206,7 @@ class Dual:
 
         This edits memory: coefficients, clipping and decay stay as they were. It does not predict retraining.
         workers: threads, each with a parameter or, where an optimizer is replayed (Adam family), with a stretch of training
-        between two snapshots. Each needs about ten times the memory of its parameter.
+        between two snapshots. Each needs memory for up to 16 matrices like the parameter.
         """
         if (keep is None) == (drop is None):
             raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
