@@ -41,6 +41,15 @@ def products(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, rows: Rows
     return found.transpose(1, 2) if use.role == "table" else found
 
 
+def inner(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, matrix: Tensor, rows: Rows | None = None) -> Tensor:
+    """⟨∂target/∂parameter, matrix⟩ for each example, (examples,). matrix: like (that part of) the parameter, or these rows of it."""
+    if use.role == "weight" and layer.form == "vectors" and use.groups == 1:  # without a matrix for each example
+        errors = part(slopes, use.errors) if rows is None else part(slopes, use.errors)[..., rows.places]
+        return ((errors @ matrix.reshape(len(matrix), -1)) * part(queries, use.keys)).sum((1, 2))
+    product = products(use, layer, queries, slopes, rows)
+    return (product * matrix.reshape(product.shape[1:])).flatten(1).sum(1)
+
+
 def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | None) -> Tensor:
     """⟨product, error signal ⊗ key⟩ for each slot, (examples, slots). product: as above, coefficients included."""
     if use.role == "scale":

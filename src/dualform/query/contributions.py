@@ -19,7 +19,7 @@ from dualform.dual.certificate import Progress
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
 from dualform.dual.gradients import Rows, Updates, chosen_rows, kept_rows, updates_of
 from dualform.dual.replay import Backward
-from dualform.dual.scores import products, scores
+from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError, QuestionError
@@ -197,11 +197,11 @@ class LayerContributions(Answer):
         """⟨∂target/∂parameter, group deltas⟩, (examples, groups) float64."""
         totals = torch.zeros(len(self._target), view.groups.height, dtype=torch.float64)
         for use in self._uses:
-            for queries in self._query_blocks(1):
-                product = self._product(use, queries, None)
-                for group, delta in enumerate(view.deltas(use.parameter).to(self._dtype)):
-                    own = delta[use.rows[0] : use.rows[1]] if use.rows else delta
-                    totals[queries, group] += (product * own.reshape(product.shape[1:])).flatten(1).sum(1).double()
+            for group, delta in enumerate(view.deltas(use.parameter).to(self._dtype)):
+                own = delta[use.rows[0] : use.rows[1]] if use.rows else delta
+                for queries in self._query_blocks(1):
+                    both = self._queries[queries], self._gradients[queries]
+                    totals[queries, group] += inner(use, self._asked, *both, own).double()
         return totals
 
     def _product(self, use: Use, queries: slice, rows: Rows | None) -> Tensor:
@@ -227,8 +227,8 @@ class LayerContributions(Answer):
                 first = initial(self._store, use.parameter, self._end, rows)
             own = first[use.rows[0] : use.rows[1]] if use.rows else first
             for queries in self._query_blocks(1):
-                product = self._product(use, queries, rows).double()
-                total[queries] += (product * own.reshape(product.shape[1:])).flatten(1).sum(1)
+                both = self._queries[queries].double(), self._gradients[queries].double()
+                total[queries] += inner(use, self._asked, *both, own, rows)
         return total
 
     # Coefficients
