@@ -113,3 +113,14 @@ def test_a_pool_keeps_no_more_than_it_may():
     one, _ = encode(torch.randn(1, 8), "float32", pool), encode(torch.randn(1, 8), "float32", pool)
     pool.give(one)
     assert encode(torch.randn(1, 8), "float32", pool).slab is not one.slab
+
+
+def test_scratch_memory_is_one_whatever_the_shapes():
+    pool = Pool()
+    large = pool.scratch(torch.empty(8, 100))
+    assert pool.scratch(torch.empty(8, 100)) is large
+    for width in range(1, 100):
+        small = pool.scratch(torch.empty(8, width))
+        assert small.shape == (8, width)
+        assert small.data_ptr() == large.data_ptr()
+    assert pool.scratch(torch.empty(3, 2, dtype=torch.float64)).dtype == torch.float64

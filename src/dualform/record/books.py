@@ -18,7 +18,7 @@ from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.ledger import LayerLedger, Ledger
 from dualform.record.optimizers import Replay, replay_for
-from dualform.record.parameters import Link, ParameterLedger, roundoff
+from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
 from dualform.store import records
 
@@ -149,18 +149,23 @@ class Books:
 
     def _audit(self, number: int, step: records.Step) -> Iterator[_Audited]:
         replay, state = self._replays[number], self._optimizers[number].state
+        entries, cases = [], []
         for ledger, group in self.recorded([number]):
             gradient = ledger.parameter.grad
             if gradient is None:
                 continue
             links = [link for link in ledger.links if link.counted]
-            unit = max([roundoff(ledger.parameter), *(link.roundoff for link in links)])
-            verdict = audit.explain([link.seen() for link in links], ledger.seen(gradient), unit)
+            unit = max([ledger.roundoff, *(link.roundoff for link in links)])
+            entries.append((ledger, group, gradient, links))
+            cases.append(audit.Case(links, ledger.look(gradient), unit))
+        for (ledger, group, gradient, links), case, verdict in zip(
+            entries, cases, audit.explain_all(cases), strict=True
+        ):
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
             settings = replay.settings(group, state.get(ledger.parameter, {})) if replay else {}
-            if unit > roundoff(ledger.parameter):
-                settings["autocast"] = unit
+            if case.roundoff > ledger.roundoff:
+                settings["autocast"] = case.roundoff
             yield _Audited(ledger, gradient, links, verdict, settings)
 
     def _store_slots(self, parameters: set[int], tasks: dict[int, set[int]], step: records.Step) -> None:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -82,34 +82,25 @@ class LayerLedger:
         """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
         self.consumed: deque[int] = deque(maxlen=CONSUMED)
         """The last ones that earlier steps have stored."""
-        self._products = torch.zeros(0)
+        roles = [use.role for use in layer.uses]
+        self._like_linear = roles == ["weight", "bias"] and layer.kind == "linear"
+        self._products = torch.zeros(0, 0)
 
     @property
     def _plain(self) -> bool:
         """Whether it is like nn.Linear with a bias, both trained: then weight and bias are added in one product."""
-        if [use.role for use in self.layer.uses] != ["weight", "bias"] or self.layer.kind != "linear":
-            return False
-        return all(p.parameter.requires_grad for _, p in self.uses)
+        return self._like_linear and all(p.parameter.requires_grad for _, p in self.uses)
 
     def _add_plain(self, task: int, keys: Tensor, errors: Tensor, norm: float) -> None:
         (_, weight), (_, bias) = self.uses
-        columns = weight.columns
-        if len(self._products) != len(keys) or self._products.dtype != keys.dtype:
-            self._products = keys.new_ones(len(keys), columns + 1)
-        torch.mm(keys, weight.random_like(keys), out=self._products[:, :columns])
-        both = (self._products.T @ errors).T.cpu().numpy()
-        projected = self._products[:, :columns].cpu().numpy()
-        for parameter, added, size in (
-            (
-                weight,
-                both[:, :columns],
-                max(float(np.linalg.norm(projected)), bound_of(Vectors(keys), self.layer.uses[0])),
-            ),
-            (bias, both[:, columns:], math.sqrt(len(keys))),
-        ):
-            link = parameter.link(task)
-            link.added += added.ravel()
-            link.scale += norm * size
+        columns, products = weight.columns, self._products
+        if products.shape[1] != len(keys) or products.dtype is not keys.dtype or products.device != keys.device:
+            products = self._products = keys.new_ones(columns + 1, len(keys))
+        projected = torch.mm(weight.random_like(keys).T, keys.T, out=products[:columns])
+        added = (products @ errors).cpu().numpy()
+        size = max(norm_of(projected.cpu().numpy().ravel()), bound_of(keys))
+        weight.link(task).add(added[:columns].T.ravel(), norm * size)
+        bias.link(task).add(added[columns], norm * math.sqrt(len(keys)))
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call."""
@@ -117,10 +108,7 @@ class LayerLedger:
         assert found.errors is not None
         layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
         unit = 0.0
-        if arrived.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # autocast: the gradient is made of the input as it was cast
+        if arrived.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
             unit, kind = roundoff(arrived), self.uses[0][1].parameter.dtype
             detached = detached.to(arrived.dtype).to(kind) if detached.is_floating_point() else detached
             arrived = arrived.to(kind)

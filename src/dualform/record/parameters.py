@@ -25,20 +25,18 @@ PARTS = 8
 
 
 @dataclass
-class Link:
+class Link(audit.Link):
     """What one backward pass added to a parameter's gradient."""
 
     task: int
-    before: audit.Seen | None
-    added: audit.Seen
-    scale: float = 0.0
     counted: bool = False
     roundoff: float = 0.0
     """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
 
-    def seen(self) -> audit.Link:
-        """What the audit needs to know."""
-        return audit.Link(self.before, self.added, self.scale)
+    def add(self, added: audit.Looked, scale: float) -> None:
+        """Some slots say that this was added, with a bound on the sum of its absolute terms."""
+        self.added += added
+        self.scale += scale
 
 
 def roundoff(tensor: Tensor) -> float:
@@ -51,11 +49,9 @@ def norm_of(flat: np.ndarray[Any, Any]) -> float:
     return math.sqrt(float(flat @ flat))
 
 
-def bound_of(keys: Keys, use: Use) -> float:
+def bound_of(keys: Tensor) -> float:
     """A bound on what rounding may hide in keys @ R: short keys may cancel in it (they add up to zero, and R is all ones)."""
-    return (
-        float(torch.linalg.vector_norm(keys.data)) if isinstance(keys, Vectors) and keys.data.shape[1] <= SHORT else 0.0
-    )
+    return float(torch.linalg.vector_norm(keys)) if keys.shape[1] <= SHORT else 0.0
 
 
 class ParameterLedger:
@@ -74,21 +70,21 @@ class ParameterLedger:
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
         self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
         self.columns = self.random.shape[1] if self.is_matrix else 1
-        self.rows = rows
+        self.rows, self.roundoff = rows, roundoff(parameter)
         self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
         self.links: list[Link] = []
         self._turn, self._part = 0, max(1, -(-rows // PARTS))
         # A weight of few rows has fewer parts: none of them may be empty
         self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
-        self._slack = audit.SLACK * roundoff(parameter) * math.sqrt(columns)
+        self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
         self._parts: list[Tensor] = []
         self._mark = (-1, 0)
         self.remember()
 
-    def seen(self, tensor: Tensor) -> audit.Seen:
-        """A tensor like the parameter (or some of its rows) as the audit sees it; a copy."""
-        seen: audit.Seen = self._projected(tensor.detach()).cpu().numpy().astype(np.float64).ravel()
-        return seen
+    def look(self, tensor: Tensor) -> audit.Looked:
+        """A tensor like the parameter (or some of its rows) as the audit sees it."""
+        looked: audit.Looked = self._projected(tensor.detach()).cpu().numpy().ravel()
+        return looked
 
     def _projected(self, tensor: Tensor) -> Tensor:
         if not self.is_matrix:
@@ -108,7 +104,7 @@ class ParameterLedger:
     def remember(self, value: Tensor | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value."""
         parameter = self.parameter
-        now = self._projected((parameter if value is None else value).detach()).cpu().numpy().ravel()
+        now = self.look(parameter if value is None else value)
         self._seen = now if self.is_matrix else now.copy()
         mark = (parameter._version, parameter.data_ptr())
         if self.is_matrix and (not self._parts or mark[1] != self._mark[1]):
@@ -138,18 +134,15 @@ class ParameterLedger:
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
         known, parameter = self._seen, self.parameter
+        now: Tensor = parameter
         if self._mark == (parameter._version, parameter.data_ptr()):
             self._turn = (self._turn + 1) % self._turns
-            if not self.is_matrix:
-                if self._turn:
-                    return False
-                now = parameter.detach()
-            else:
+            if self.is_matrix:
                 low = self._turn * self._part * self.columns
                 known, now = known[low : low + self._part * self.columns], self._parts[self._turn]
-        else:
-            now = parameter.detach()
-        found = self._projected(now).cpu().numpy().ravel()
+            elif self._turn:
+                return False
+        found = self.look(now)
         # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
         rest = found - known
         if float(rest @ rest) <= self._slack * self._slack * float(known @ known):
@@ -166,7 +159,8 @@ class ParameterLedger:
         gradient = self.parameter.grad
         if gradient is None:
             del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
-        link = Link(task, None if gradient is None else self.seen(gradient), np.zeros(self.rows * self.columns))
+        before = None if gradient is None else self.look(gradient).astype(np.float64)
+        link = Link(before, np.zeros(self.rows * self.columns), 0.0, task)
         self.links.append(link)
         return link
 
@@ -192,7 +186,8 @@ class ParameterLedger:
             else:
                 apart = in_groups(used, use.groups)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
-            link.scale += norm * max(norm_of(projected.cpu().numpy().ravel()), bound_of(keys, use))
+            hidden = bound_of(keys.data) if isinstance(keys, Vectors) else 0.0
+            link.scale += norm * max(norm_of(projected.cpu().numpy().ravel()), hidden)
         else:
             projected = used @ self.random_like(errors)
             own += keys.outer(projected).T.cpu().numpy()

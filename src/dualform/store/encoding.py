@@ -18,6 +18,7 @@ from torch import Tensor
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
+SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
 SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
 
 
@@ -62,6 +63,7 @@ class Pool:
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
+        self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab]:
         """Room for vectors (n, d), with any content."""
@@ -77,9 +79,15 @@ class Pool:
 
     def scratch(self, like: Tensor) -> Tensor:
         """Room for something that is used at once, of the same shape and type."""
-        if self._scratch.dtype != like.dtype or self._scratch.numel() < like.numel():
-            self._scratch = torch.empty(like.numel(), dtype=like.dtype)
-        return self._scratch[: like.numel()].view(like.shape)
+        room = self._rooms.get((like.shape, like.dtype))
+        if room is None:
+            if self._scratch.dtype != like.dtype or self._scratch.numel() < like.numel():
+                self._scratch = torch.empty(like.numel(), dtype=like.dtype)
+                self._rooms.clear()
+            if len(self._rooms) == SHAPES:
+                self._rooms.clear()
+            room = self._rooms[like.shape, like.dtype] = self._scratch[: like.numel()].view(like.shape)
+        return room
 
     def give(self, vectors: Encoded) -> None:
         """Take back vectors that nobody looks at any more."""
@@ -132,15 +140,16 @@ def encode(
         vectors = vectors.float()
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
     bounds = torch.linalg.vector_norm(vectors, dim=1).numpy() if norms is None else norms
-    if not (bounds.min() > 1e-15 and bounds.max() < 1e15):  # squares might leave float32, or something is not finite
+    # Squares might leave float32, or something is not finite
+    if not (np.minimum.reduce(bounds) > 1e-15 and np.maximum.reduce(bounds) < 1e15):
         largest = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
         bounds = np.clip(largest, np.ldexp(1.0, SMALLEST), np.ldexp(1.0, LARGEST))
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
-    exponents = (bounds.astype(np.float32, copy=False).view(np.int32) >> 23) - (126 + TOP)
-    scale = torch.from_numpy(((127 - exponents) << 23).view(np.float32))
+    raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
+    scale = torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None])
     # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
-    data.copy_(torch.mul(vectors, scale.unsqueeze(1), out=None if pool is None else pool.scratch(vectors)))
-    return Encoded(data, torch.from_numpy(exponents.astype(np.int16)), slab)
+    data.copy_(torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors)))
+    return Encoded(data, torch.from_numpy((raised - (126 + TOP)).astype(np.int16)), slab)
 
 
 def encode_numbers(numbers: Tensor) -> Encoded:
