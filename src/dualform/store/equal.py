@@ -35,26 +35,22 @@ class EqualKeys:
         if not may_repeat or self._gave_up:
             self.stored += count
             return np.arange(self.stored - count, self.stored), None
-        numbers, new = np.empty(count, dtype=np.int64), []
+        numbers, new = [], []
         for place, name in enumerate(_names(keys)):
             number = self._numbers.setdefault(name, self.stored)
             if number == self.stored:
                 new.append(place)
                 self.stored += 1
-            numbers[place] = number
+            numbers.append(number)
         self._asked += count
         if len(self._numbers) > PATIENCE and self._asked < 1.01 * len(self._numbers):
             self._numbers.clear()
             self._gave_up = True
-        return numbers, np.array(new, dtype=np.int64)
+        return np.array(numbers, dtype=np.int64), np.array(new, dtype=np.int64)
 
 
 def _names(keys: Encoded) -> list[bytes]:
-    """A 128-bit digest of each key as it is stored."""
-    data = keys.data.numpy()
-    width = data.nbytes // max(len(data), 1)
-    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-    digests = [xxhash.xxh3_128_digest(view[i * width : (i + 1) * width]) for i in range(len(data))]
-    if keys.exponents is None:
-        return digests
-    return [d + e.tobytes() for d, e in zip(digests, keys.exponents.numpy(), strict=True)]
+    """A 128-bit digest of each key as it is stored, seeded with its exponent."""
+    rows = np.ascontiguousarray(keys.data.numpy()).view(np.uint8)
+    seeds = [0] * len(rows) if keys.exponents is None else keys.exponents.tolist()
+    return list(map(xxhash.xxh3_128_digest, rows, seeds))
