@@ -143,9 +143,10 @@ class ParameterLedger:
             elif self._turn:
                 return False
         found = self.look(now)
-        # The same product over fewer rows may round otherwise; the entries of R are ±1, so |known| tells the size
+        # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of the
+        # weight: of all rows, since a single one may cancel
         rest = found - known
-        if float(rest @ rest) <= self._slack * self._slack * float(known @ known):
+        if float(rest @ rest) <= self._slack * self._slack * float(self._seen @ self._seen):
             return False
         return not np.array_equal(found, known, equal_nan=True)
 

@@ -1,0 +1,23 @@
+import pytest
+import torch
+from torch import nn
+
+from dualform.record.parameters import PARTS, ParameterLedger
+
+
+@pytest.mark.parametrize(("d_in", "d_out"), [(4, 8), (8, 2), (3, 17), (64, 10)])
+def test_an_untouched_weight_is_never_taken_for_an_edited_one(d_in, d_out):
+    for seed in range(300):
+        value = torch.randn(d_out, d_in, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        value[-1] -= value[-1].mean()  # cancels where a column of R has one sign
+        ledger = ParameterLedger(0, "w", nn.Parameter(value), seed, vector=False)
+        assert not any(ledger.changed() for _ in range(PARTS)), seed
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_edited_weight_is_seen(counted):
+    weight = nn.Parameter(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    ledger = ParameterLedger(0, "w", weight, 0, vector=False)
+    with torch.no_grad():
+        (weight if counted else weight.data)[3] *= 1.001
+    assert sum(ledger.changed() for _ in range(PARTS)) == (PARTS if counted else 1)
