@@ -58,13 +58,13 @@ def test_a_single_vector_for_many_rows_asks():
 
 
 def test_flattened_rows_by_positions_with_evidence():
-    assert layout((12,), 4, layer="x", evidence=[0]) == Layout((4, 3), 0)
+    assert layout((12,), 4, layer="x", evidence=(0,)) == Layout((4, 3), 0)
 
 
 @pytest.mark.parametrize("evidence", [[], [None], [1], [0, 1]])
 def test_flattened_without_clear_evidence_asks(evidence):
     with pytest.raises(AxisError, match=r"12 vectors for 4 rows.*batch_axis=\{'x': 0\}.*batch_axis=\{'x': 1\}"):
-        layout((12,), 4, layer="x", evidence=evidence)
+        layout((12,), 4, layer="x", evidence=tuple(evidence))
 
 
 @pytest.mark.parametrize(("axis", "first_row"), [(0, [0, 1, 2]), (1, [0, 4, 8])])

@@ -7,8 +7,8 @@ are possible, an AxisError asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ class Layout:
     axis: int
     """The axis of `split` that holds the rows."""
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many rows."""
         return self.split[self.axis] if self.split else 1
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """How many slots a row has: the product of the other axes."""
         return math.prod(n for axis, n in enumerate(self.split) if axis != self.axis)
@@ -46,13 +46,14 @@ class Layout:
         return apart.movedim(self.axis, 0).reshape(-1, features)
 
 
+@lru_cache(maxsize=1024)  # the same at every step
 def layout(
     lead: tuple[int, ...],
     rows: int,
     *,
     layer: str,
     axis: int | None = None,
-    evidence: Iterable[int | None] = (),
+    evidence: tuple[int | None, ...] = (),
 ) -> Layout:
     """Find the rows among the leading axes of a layer's input.
 
