@@ -1,4 +1,4 @@
-"""The command line: `dualform demo | info | verify | totals | export`.
+"""The command line: `dualform demo | info | verify | totals | export | paper`.
 
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
@@ -25,6 +25,23 @@ from dualform.version import __version__
 FAILED, UNUSABLE = 1, 2
 EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "pooch": "paper"}
 """Packages that only some commands need, and the extra that brings them."""
+
+
+class Experiment(str, Enum):
+    """The paper's experiments."""
+
+    single_task = "single-task"
+    joint = "joint"
+    continual = "continual"
+    images = "images"
+    asides = "asides"
+
+
+class Preset(str, Enum):
+    """How the paper's networks are trained: as the authors' code does, or as the text says."""
+
+    reference = "reference"
+    vanilla = "vanilla"
 
 
 class Kind(str, Enum):
@@ -238,6 +255,85 @@ def export(
     else:
         for name, one in written.items():
             print(f"{name}: {one.lines:,} lines in {one.path}")
+
+
+@app.command()
+@_one_line_errors
+def paper(
+    experiment: Annotated[
+        Experiment,
+        typer.Argument(help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17."),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="How many trainings, each with another seed.")] = 5,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of each phase.", show_default="the paper's: 3000, 5000, 3000 + 3000"),
+    ] = None,
+    optimizer: Annotated[Preset, typer.Option(help="As the authors' code, or as the paper's text.")] = Preset.reference,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with mnist/ and fashion-mnist/.", show_default="DUALFORM_DATA, cache, download"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results, figures and pages.")] = Path("runs/paper"),
+    reverse: Annotated[bool, typer.Option("--reverse", help="continual: Fashion-MNIST first.")] = False,
+    long: Annotated[bool, typer.Option("--long", help="continual: 7000 steps of the second task.")] = False,
+    raw_pixels: Annotated[
+        bool, typer.Option("--raw-pixels", help="Train on pixels from 0 to 1, not normalised.")
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the recordings (GBs for each seed).")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run the paper's experiments at full size and write a page with figures for each, beside the paper's numbers.
+
+    What an interrupted run has finished is not done again.
+    """
+    from dualform.paper import asides
+    from dualform.paper.run import estimate, run, write_asides
+    from dualform.paper.settings import settings_for
+
+    chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
+    pages = {}
+    with _progress() as progress:
+        for one in chosen:
+            if one == "asides":
+                pages[one] = write_asides(out / one, asides.run(out / one / "recording", progress))
+                continue
+            variant = {"reverse": reverse, "long": long} if one == "continual" else {}
+            if one != "continual" and experiment is not Experiment.images and (reverse or long):
+                raise typer.BadParameter("--reverse and --long are variants of continual.", param_hint="--reverse")
+            settings = settings_for(one, optimizer=optimizer.value, steps=steps, raw_pixels=raw_pixels, **variant)
+            expected = estimate(settings, seeds, keep=keep)
+            name = "-".join(
+                [
+                    one,
+                    optimizer.value,
+                    *(
+                        w
+                        for w, on in (
+                            ("reverse", variant.get("reverse")),
+                            ("long", variant.get("long")),
+                            ("raw", raw_pixels),
+                        )
+                        if on
+                    ),
+                ]
+            )
+            print(
+                f"{name}: {seeds} × {settings.steps} steps, about {expected.seconds / 60:.0f} min on two cores, "
+                f"{expected.nbytes / 1e9:.1f} GB on the disk at a time; results in {out / name}",
+                file=sys.stderr,
+            )
+            command = f"dualform paper {one} --seeds {seeds}" + (f" --steps {steps}" if steps else "")
+            command += f" --optimizer {optimizer.value}" + (" --reverse" if variant.get("reverse") else "")
+            command += (" --long" if variant.get("long") else "") + (" --raw-pixels" if raw_pixels else "")
+            pages[name] = run(
+                settings, out / name, seeds=seeds, data=data, keep=keep, command=command, progress=progress
+            )
+    if as_json:
+        _print_json({name: str(page) for name, page in pages.items()})
+    else:
+        for name, page in pages.items():
+            print(f"{name}: {page}")
 
 
 @contextlib.contextmanager

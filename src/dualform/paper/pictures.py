@@ -129,7 +129,10 @@ def _of_example(one: found.Example, split: dict[str, Any], tasks: Mapping[str, T
         quantity="contribution to the logit",
     )
     return [
-        Picture(f"{key}-curves", f"As the paper's figure {of_curves}: the highest attention weights of each class, descending."),
+        Picture(
+            f"{key}-curves",
+            f"As the paper's figure {of_curves}: the highest attention weights of each class, descending.",
+        ),
         Picture(f"{key}-totals", f"As the paper's figure {of_totals}: attention summed by class."),
         Picture(
             f"{key}-matches",
@@ -179,7 +182,9 @@ def recency(shares: Mapping[str, Mapping[str, Sequence[float]]], folder: Path) -
         tenths = np.arange(len(shares[layer]["all"])) * 10 + 5.0
         series = [Line(words, tenths, 100 * np.array(shares[layer][key])) for key, words in names.items()]
         chance = Line("chance", tenths, np.full(len(tenths), 100 / len(tenths)), reference=True)
-        panels.append(Lines(paper_name(layer), "written after % of the training", "% of the top slots", (*series, chance)))
+        panels.append(
+            Lines(paper_name(layer), "written after % of the training", "% of the top slots", (*series, chance))
+        )
     lines.save(panels, "When the top slots were written", folder / "recency")
     return Picture("recency", "The share of top slots written in each tenth of the training, and what chance gives.")
 

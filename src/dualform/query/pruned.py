@@ -26,8 +26,7 @@ def best_of(
     """The k best of each of n queries (n, d). tiles: numbers (m,) and keys (m, d), ascending. ranked_by: what of a score decides."""
     lengths = torch.linalg.vector_norm(queries, dim=1)
     order = torch.arange(len(queries))
-    whole = Best(len(queries), k, queries.dtype)
-    blocks = [(order, whole)]
+    blocks = [(places, Best(len(places), k, queries.dtype)) for places in _blocks(order)]
     for number, (numbers, keys) in enumerate(tiles):
         norms = torch.linalg.vector_norm(keys, dim=1)
         for places, best in blocks:
@@ -36,9 +35,14 @@ def best_of(
                 scores = queries[places] @ keys[here].T
                 best.add(ranked_by(scores), numbers[here], scores)
         if number == 0:  # now it shows how long keys must be for each query: those that are alike go together
+            whole = Best.join([best for _, best in blocks], k, queries.dtype)
             order = _needed(whole, lengths, k).argsort()
-            blocks = [(places, whole.take(places)) for places in order.split(BLOCK)]  # type: ignore[no-untyped-call]
+            blocks = [(places, whole.take(places)) for places in _blocks(order)]
     return Best.join([best for _, best in blocks], k, queries.dtype).take(order.argsort())
+
+
+def _blocks(order: Tensor) -> list[Tensor]:
+    return [order[low : low + BLOCK] for low in range(0, len(order), BLOCK)]
 
 
 def _needed(best: Best, lengths: Tensor, k: int) -> Tensor:
