@@ -108,11 +108,8 @@ def _measured(
             measured["weighed by value"] = asdict(votes(weighed, labels, answered))
         found["layers"][layer] = measured
     if len(tasks) == 1:
-        raw = {
-            name: torch.from_numpy(t.train_pixels.reshape(-1, 784).copy()).float() / 255 for name, t in tasks.items()
-        }
-        seen = torch.from_numpy(task.test_pixels.reshape(-1, 784).copy()).float() / 255
-        found["raw pixels"] = asdict(votes(raw_totals(dual.rows, raw, seen), labels, answered))
+        raw = raw_totals(dual.rows, {name: t.train_pixels for name, t in tasks.items()}, task.test_pixels)
+        found["raw pixels"] = asdict(votes(raw, labels, answered))
     signed = contributed.contribution_votes(dual, settings, task.test, labels, answered)
     found["contribution votes"] = {layer: asdict(vote) for layer, vote in signed.items()}
     return found, totals.argmax(1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.data import Pixels
 from dualform.paper.settings import CLASSES
 
 PAPER = {
@@ -52,15 +55,16 @@ def by_class(totals: pl.DataFrame, datasets: tuple[str, ...]) -> Tensor:
     return found
 
 
-def raw_totals(rows: pl.DataFrame, train: dict[str, Tensor], queries: Tensor) -> Tensor:
+def raw_totals(rows: pl.DataFrame, train: Mapping[str, Pixels], queries: Pixels) -> Tensor:
     """Layer 0 with raw pixels (footnote 7): Σ over slots of a class of pixels · query, (queries, classes).
 
-    rows: of the recording; train: raw pixels (n, 784) by dataset; queries: raw pixels (queries, 784). Pixels are not negative, so the sum of products is the product with a sum: one image a class.
+    rows: of the recording; train and queries: (n, 28, 28). Pixels are not negative, so the sum of products is the product with a sum:
+    one image a class.
     """
     visits = rows.group_by("dataset", "sample_id", "label").len()
-    sums = torch.zeros(CLASSES, queries.shape[1], dtype=torch.float64)
-    for part in visits.partition_by("dataset"):
-        images = train[part["dataset"][0]][torch.from_numpy(part["sample_id"].to_numpy().copy())].double()
-        counted = images * torch.from_numpy(part["len"].to_numpy().astype("float64")).unsqueeze(1)
-        sums.index_add_(0, torch.from_numpy(part["label"].to_numpy().copy()), counted)
-    return queries.double() @ sums.T
+    sums = np.zeros((CLASSES, queries[0].size))
+    for (name, label), part in visits.group_by("dataset", "label"):
+        images = train[str(name)].reshape(-1, queries[0].size)[part["sample_id"].to_numpy()]
+        sums[int(label)] += part["len"].to_numpy().astype(np.float64) @ images / 255
+    seen = torch.from_numpy(queries.reshape(len(queries), -1).copy()).float().div_(255)
+    return seen.double() @ torch.from_numpy(sums).T

@@ -116,7 +116,7 @@ def _batches(
         mixed = [tasks[name] for name in phase.datasets]
         sizes = torch.tensor([len(task.train) for task in mixed])
         starts = torch.cumsum(sizes, 0) - sizes
-        images = torch.cat([task.train for task in mixed])
+        images = torch.cat([task.train for task in mixed]) if len(mixed) > 1 else mixed[0].train
         labels = torch.cat([task.train_labels for task in mixed])
         of = torch.repeat_interleave(torch.arange(len(mixed)), sizes)
         order = torch.empty(0, dtype=torch.long)

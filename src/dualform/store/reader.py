@@ -34,8 +34,12 @@ from dualform.store.format import (
     snapshot_name,
     totals_name,
 )
+from dualform.store.heap import give_back
 from dualform.store.mapped import TensorFile
 from dualform.store.slots import Ints, SlotChunk
+
+LARGE_BYTES = 16 << 20
+"""After a chunk of this size, the memory that it was decoded into is given back."""
 
 
 class Store:
@@ -129,6 +133,8 @@ class Store:
                 return
             if chunk.slots[number] and chunk.end_step > begin_step:
                 yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
+                if chunk.files[SLOTS].size >= LARGE_BYTES:
+                    give_back()
             first_slot += chunk.slots[number]
 
     def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
