@@ -265,6 +265,7 @@ def paper(
         typer.Argument(help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17."),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many trainings, each with another seed.")] = 5,
+    first: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Steps of each phase.", show_default="the paper's: 3000, 5000, 3000 + 3000"),
@@ -301,7 +302,9 @@ def paper(
             variant = {"reverse": reverse, "long": long} if one == "continual" else {}
             if one != "continual" and experiment is not Experiment.images and (reverse or long):
                 raise typer.BadParameter("--reverse and --long are variants of continual.", param_hint="--reverse")
-            settings = settings_for(one, optimizer=optimizer.value, steps=steps, raw_pixels=raw_pixels, **variant)
+            settings = settings_for(
+                one, optimizer=optimizer.value, steps=steps, seed=first, raw_pixels=raw_pixels, **variant
+            )
             expected = estimate(settings, seeds, keep=keep)
             name = "-".join(
                 [
@@ -323,7 +326,8 @@ def paper(
                 f"{expected.nbytes / 1e9:.1f} GB on the disk at a time; results in {out / name}",
                 file=sys.stderr,
             )
-            command = f"dualform paper {one} --seeds {seeds}" + (f" --steps {steps}" if steps else "")
+            command = f"dualform paper {one} --seeds {seeds}" + (f" --seed {first}" if first else "")
+            command += f" --steps {steps}" if steps else ""
             command += f" --optimizer {optimizer.value}" + (" --reverse" if variant.get("reverse") else "")
             command += (" --long" if variant.get("long") else "") + (" --raw-pixels" if raw_pixels else "")
             pages[name] = run(

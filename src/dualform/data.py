@@ -31,6 +31,7 @@ FILES = {
 class Source:
     """Where a dataset comes from, and what its files hold."""
 
+    title: str
     addresses: tuple[str, ...]
     """Folders on the web, tried in this order."""
     package: str | None
@@ -42,6 +43,7 @@ class Source:
 
 SOURCES = {
     "mnist": Source(
+        "MNIST",
         (
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -56,6 +58,7 @@ SOURCES = {
         tuple("0123456789"),
     ),
     "fashion-mnist": Source(
+        "Fashion-MNIST",
         (
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
             "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dualform.data import SOURCES
 from dualform.paper.pictures import Picture, paper_name
 from dualform.paper.section import percent, table
 from dualform.paper.settings import LAYERS, PRESETS
@@ -17,7 +18,7 @@ TITLES = {
     "joint": "Two tasks at once: MNIST and Fashion-MNIST (section 5.3)",
     "continual": "One task after the other (section 5.4)",
 }
-NAMES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+NAMES = {name: source.title for name, source in SOURCES.items()}
 THEIRS = {
     "single-task": [{"mnist": 97}],
     "joint": [{"mnist": 97, "fashion-mnist": 87}],

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dualform import data
 from dualform.figures import bars, curves, inputs, lines, matches, totals
 from dualform.figures.results import (
     Bars,
@@ -22,7 +23,7 @@ from dualform.figures.results import (
     Match,
     Series,
 )
-from dualform.paper import examples as found
+from dualform.paper import examples as looked
 from dualform.paper.settings import CLASSES, LAYERS
 from dualform.paper.table import PAPER
 from dualform.paper.tasks import Task
@@ -45,14 +46,14 @@ def paper_name(layer: str) -> str:
 
 
 def of_examples(
-    examples: Sequence[found.Example], splits: Sequence[dict[str, Any]], tasks: Mapping[str, Task], folder: Path
+    examples: Sequence[looked.Example], splits: Sequence[dict[str, Any]], tasks: Mapping[str, Task], folder: Path
 ) -> list[list[Picture]]:
     """For each example: attention curves, totals, top matches, contributions."""
     folder.mkdir(parents=True, exist_ok=True)
     return [_of_example(one, split, tasks, folder) for one, split in zip(examples, splits, strict=True)]
 
 
-def gallery(examples: Sequence[found.Example], tasks: Mapping[str, Task], folder: Path) -> Picture:
+def gallery(examples: Sequence[looked.Example], tasks: Mapping[str, Task], folder: Path) -> Picture:
     """The test inputs (figures 3 and 10)."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
@@ -73,7 +74,7 @@ def gallery(examples: Sequence[found.Example], tasks: Mapping[str, Task], folder
     return Picture("inputs", f"The test inputs (the paper's figures {numbers}), each chosen by the rule given with it.")
 
 
-def _of_example(one: found.Example, split: dict[str, Any], tasks: Mapping[str, Task], folder: Path) -> list[Picture]:
+def _of_example(one: looked.Example, split: dict[str, Any], tasks: Mapping[str, Task], folder: Path) -> list[Picture]:
     task, groups = tasks[one.rule.dataset], _groups(tasks)
     what = f"{_article(task.classes[one.label])} (test image {one.place}), answered {task.classes[one.answer]}"
     target, answer = (Group(task.name, label, task.classes[label]) for label in (one.label, one.answer))
@@ -195,7 +196,7 @@ def masks(accuracies: Mapping[str, Mapping[str, tuple[float, float]]], names: Se
     rows = tuple(accuracies)
     series = tuple(
         Series(
-            name,
+            data.SOURCES[name].title,
             tuple(100 * accuracies[row][name][0] for row in rows),
             tuple(100 * accuracies[row][name][1] for row in rows),
         )
@@ -209,15 +210,15 @@ def masks(accuracies: Mapping[str, Mapping[str, tuple[float, float]]], names: Se
     return Picture("masks", "Test accuracy when the later task's slots are masked out in some layers.")
 
 
-def from_section(title: str, data: Mapping[str, Any], stem: Path) -> bool:
+def from_section(title: str, found: Mapping[str, Any], stem: Path) -> bool:
     """The curves of an aside, if it has any."""
     series = [
         Line(str(name), np.array(line["x"], dtype=float), np.array(line["y"], dtype=float))
-        for name, line in data.get("curves", {}).items()
+        for name, line in found.get("curves", {}).items()
     ]
     if not series:
         return False
-    axes = data.get("axes", {"x": "", "y": ""})
+    axes = found.get("axes", {"x": "", "y": ""})
     lines.save([Lines("", axes["x"], axes["y"], tuple(series))], title, stem)
     return True
 
@@ -226,7 +227,7 @@ def _groups(tasks: Mapping[str, Task]) -> tuple[Group, ...]:
     return tuple(Group(t.name, label, t.classes[label]) for t in tasks.values() for label in range(CLASSES))
 
 
-def _match(match: found.Match, tasks: Mapping[str, Task]) -> Match:
+def _match(match: looked.Match, tasks: Mapping[str, Task]) -> Match:
     task = tasks[match.dataset]
     return Match(
         match.dataset,
