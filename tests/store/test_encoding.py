@@ -75,6 +75,24 @@ def test_known_norms_change_nothing():
     assert torch.equal(plain.exponents, told.exponents)
 
 
+@pytest.mark.parametrize("size", [1e-6, 0.5, 1.0, 30.0, 3e4, 1e6])
+def test_keys_of_common_size_need_no_scale(size):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(5, 300, generator=generator), dim=1) * size * 1.01
+    encoded = encode(keys, "float16", as_they_are=True)
+    assert bool((encoded.exponents == 0).all()) == (1 <= size < 2**15)
+    back = decode(encoded.data, encoded.exponents, torch.float32)
+    assert ((back - keys).abs() <= keys.abs() * 2**-11 + size * 2**-25).all()
+
+
+def test_a_key_is_stored_alike_in_any_company():
+    """Equal keys are found by their bits."""
+    key = torch.full((1, 4), 2.0)
+    alone, beside = (encode(t, "float16", as_they_are=True) for t in (key, torch.cat([key, key * 1e6, key * 1e-6])))
+    assert torch.equal(alone.data[0], beside.data[0])
+    assert alone.exponents[0] == beside.exponents[0]
+
+
 def test_the_size_counts_the_exponents():
     assert encode(torch.zeros(3, 4), "float16").nbytes == 3 * 4 * 2 + 3 * 2
     assert encode(torch.zeros(3, 4), "float32").nbytes == 3 * 4 * 4

@@ -218,7 +218,7 @@ def from_section(title: str, found: Mapping[str, Any], stem: Path) -> bool:
     ]
     if not series:
         return False
-    axes = found.get("axes", {"x": "", "y": ""})
+    axes = found["axes"]
     lines.save([Lines("", axes["x"], axes["y"], tuple(series))], title, stem)
     return True
 

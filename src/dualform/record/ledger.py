@@ -146,7 +146,7 @@ class LayerLedger:
                 positions,
                 encode_numbers(stored)
                 if layer.form == "numbers"
-                else encode(stored, store_as.dtype, store_as.pool, f"{layer.name}.key"),
+                else encode(stored, store_as.dtype, store_as.pool, f"{layer.name}.key", as_they_are=True),
                 kept_errors,
                 layer.form == "vectors" and layer.kind == "linear" and visit.from_data,
                 shape,

@@ -120,11 +120,18 @@ Norms = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 def encode(
-    vectors: Tensor, dtype: str, pool: Pool | None = None, name: str = "", norms: Norms | None = None
+    vectors: Tensor,
+    dtype: str,
+    pool: Pool | None = None,
+    name: str = "",
+    norms: Norms | None = None,
+    *,
+    as_they_are: bool = False,
 ) -> Encoded:
     """Copy vectors (n, d) into their stored form; the copy shares no memory with the original.
 
-    pool, name: where the memory comes from. norms: the vectors' Euclidean norms (n,), if they are known already.
+    pool, name: where the memory comes from. norms: the vectors' Euclidean norms (n,), if they are known already. as_they_are: vectors
+    whose norm is from 1 to 2¹⁵ need no scale, only what is below 2⁻²⁵ of them is lost; keys are mostly such, error signals never.
     """
     vectors = vectors.detach().cpu()
     data, slab = (
@@ -146,6 +153,10 @@ def encode(
         bounds = np.clip(largest, np.ldexp(1.0, SMALLEST), np.ldexp(1.0, LARGEST))
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
     raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
+    if as_they_are:
+        raised = np.where((raised >= 127) & (raised < 127 + TOP), 126 + TOP, raised)
+        if (raised == 126 + TOP).all():
+            return Encoded(data.copy_(vectors), torch.zeros(len(vectors), dtype=torch.int16), slab)
     scale = torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None])
     # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
     data.copy_(torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors)))

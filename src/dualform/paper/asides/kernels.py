@@ -126,7 +126,9 @@ class OtherKernels:
         epochs = list(range(1, self.epochs + 1))
         curves = {kernel: {"x": epochs, "y": list(self.best(kernel).losses)} for kernel in KERNELS}
         return Section(
-            "Remark 3.2: other kernels", f"{text}\n\n{table(header, rows)}", {**asdict(self), "curves": curves}
+            "Remark 3.2: other kernels",
+            f"{text}\n\n{table(header, rows)}",
+            {**asdict(self), "curves": curves, "axes": {"x": "epoch", "y": "training loss"}},
         )
 
 

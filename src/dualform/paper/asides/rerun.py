@@ -85,7 +85,11 @@ class Rerun:
         return Section(
             "Equations 15 to 17: keys of the trained network",
             f"{text}\n\n{table(header, rows)}",
-            {**asdict(self), "curves": curves},
+            {
+                **asdict(self),
+                "curves": curves,
+                "axes": {"x": "training step", "y": "cosine of recorded and re-run key"},
+            },
         )
 
 
