@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dualform.layers.streams import Use
+from dualform.layers.streams import Layer, Use
 from dualform.store.encoding import Pool, encode
-from dualform.store.format import VERSION, Column, Layer, Manifest, Parameter
+from dualform.store.format import VERSION, Column, Manifest, Parameter
 from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer
 

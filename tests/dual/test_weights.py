@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.dual.coefficients import coefficients
-from dualform.dual.weights import rebuilt, rebuilt_layer
+from dualform.dual.weights import rebuilt
 from dualform.store import slots
 from reference import attention as reference
 from reference import sgd as reference_sgd
@@ -46,6 +46,10 @@ def test_against_sgd_step_by_step_on_the_gradients_of_the_slots(trained):
         np.testing.assert_allclose(
             trained.model.state_dict()[f"{layer.name}.weight"].numpy(), expected, rtol=0, atol=1e-14
         )
+
+
+def rebuilt_layer(store, layer, **settings):
+    return {name: rebuilt(store, name, **settings) for name in layer.parameters}
 
 
 @pytest.mark.parametrize("end", range(7))

@@ -18,11 +18,11 @@ from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.tables import factor_table, settings_of
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
 """Which slots of a chunk take part, (slots,)."""
-FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
 
 
 def compute_dtype(store: Store, parameter: str) -> torch.dtype:
@@ -112,11 +112,6 @@ class Updates:
         settings = {name: values[here] for name, values in self.settings.items()}
         return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
 
-    @cached_property
-    def place(self) -> dict[int, int]:
-        """By step: the update's place."""
-        return {int(step): place for place, step in enumerate(self.steps)}
-
 
 def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
     """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
@@ -138,22 +133,15 @@ def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None 
     kinds = updates["optimizer"].unique().to_list()
     if len(kinds) > 1:
         raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
-    columns = [name for name in updates.columns if name not in FIXED and updates[name].null_count() == 0]
-    settings = {name: updates[name].to_numpy().astype(np.float64) for name in columns}
     return Updates(
-        parameter, begin, end, steps, kinds[0] if kinds else "sgd", settings, factor_table(updates["factors"])
+        parameter,
+        begin,
+        end,
+        steps,
+        kinds[0] if kinds else "sgd",
+        settings_of(updates),
+        factor_table(updates["factors"]),
     )
-
-
-def factor_table(lists: pl.Series) -> Floats:
-    """(updates, backward passes)."""
-    lengths = lists.list.len().to_numpy().astype(np.int64)
-    table = np.zeros((len(lists), int(lengths.max()) if len(lists) else 0))
-    rows = np.repeat(np.arange(len(lists)), lengths)
-    places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    if len(rows):
-        table[rows, places] = lists.explode().drop_nulls().to_numpy()
-    return table
 
 
 class Replayed:
@@ -262,9 +250,3 @@ def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:
     if layer.form != "parts":
         return keys
     return Vectors(keys.vectors() * taken.unsqueeze(1))
-
-
-def stretches(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """0 … count in stretches of at most `size`."""
-    for low in range(0, count, max(size, 1)):
-        yield low, min(low + max(size, 1), count)

@@ -11,8 +11,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
-from dualform.store.format import Layer
 from dualform.store.reader import Store
 
 

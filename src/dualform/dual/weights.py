@@ -15,8 +15,6 @@ from dualform.recursions import KINDS
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
-__all__ = ["Keep", "compute_dtype"]
-
 
 def initial_part(store: Store, parameter: str, found: Coefficients, rows: Rows | None = None) -> Tensor:
     """a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
@@ -103,11 +101,6 @@ def _add_slots(
                         own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
                         found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
                         own += found_here.reshape(own.shape).double()
-
-
-def rebuilt_layer(store: Store, layer: Layer, *, begin: int, end: int, keep: Keep | None = None) -> dict[str, Tensor]:
-    """All parameters of a layer by their full name, float64."""
-    return {name: rebuilt(store, name, begin=begin, end=end, keep=keep) for name in layer.parameters}
 
 
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:

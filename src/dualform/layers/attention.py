@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualform.layers.found import Arguments, Errors, Found, Watch
+from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.streams import Layer, Use, joined
 
 PARTS = ("q", "k", "v")
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
-def layers(module: nn.Module, name: str, named: Any) -> list[Layer]:
+def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     """Three projections of what comes in, and the one of what goes out."""
     assert isinstance(module, nn.MultiheadAttention)
     width, found = module.embed_dim, []

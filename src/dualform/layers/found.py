@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Naming = Callable[[str], str]
+"""The full name of one of a module's own parameters."""
 Errors = Sequence[Tensor | None] | None
 """The gradients of a watch's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
 

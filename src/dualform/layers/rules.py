@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dualform.layers import attention, recurrent
-from dualform.layers.found import Arguments, Errors, Found, Watch
+from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.keys import Maps
 from dualform.layers.streams import Geometry, Layer, Use, joined
-
-Naming = Callable[[str], str]
-"""The full name of one of a module's own parameters."""
 
 
 @dataclass(frozen=True)

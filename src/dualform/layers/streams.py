@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FORMS = ("vectors", "numbers", "maps", "parts")
-"""How keys are stored: as they are; as the place of the one in a one-hot vector; as feature maps, from which patches are
-cut; as each slot's own part of an elementwise weight's gradient (then there is no key)."""
-ROLES = ("weight", "table", "bias", "scale")
-
 
 @dataclass(frozen=True)
 class Use:
@@ -67,6 +62,8 @@ class Layer:
     d_out: int
     uses: tuple[Use, ...]
     form: str = "vectors"
+    """How keys are stored: vectors, as they are; numbers, the place of the one in a one-hot vector; maps, feature maps from which
+    patches are cut; parts, each slot's own part of an elementwise weight's gradient (then there is no key)."""
     geometry: Geometry | None = None
     outputs: tuple[int, ...] = ()
     """The output units whose error signals are kept, if not all are."""

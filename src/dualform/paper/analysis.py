@@ -31,8 +31,10 @@ class Analysis:
     examples: list[Example]
 
 
-def analyse(settings: Settings, tasks: Mapping[str, Task], folder: Path, progress: Progress) -> Analysis:
-    """Train (if that has not been done), verify, and measure."""
+def analyse(
+    settings: Settings, tasks: Mapping[str, Task], folder: Path, progress: Progress, *, thorough: bool = True
+) -> Analysis:
+    """Train (if that has not been done), verify, and measure. thorough: also what needs every test image's best slots."""
     began = time.perf_counter()
     trained = train(settings, tasks, folder, progress)
     dual = dualform.open(folder, network(settings))
@@ -53,7 +55,7 @@ def analyse(settings: Settings, tasks: Mapping[str, Task], folder: Path, progres
     elected: dict[str, Tensor] = {}
     for own, (name, task) in enumerate(tasks.items()):
         progress("measuring", own, len(tasks))
-        found, elected[name] = _measured(dual, settings, task, own, answered[name], tasks)
+        found, elected[name] = _measured(dual, settings, task, own, answered[name], tasks, thorough=thorough)
         numbers["datasets"][name] = found
     progress("measuring", len(tasks), len(tasks))
     chosen = {}
@@ -80,7 +82,14 @@ def analyse(settings: Settings, tasks: Mapping[str, Task], folder: Path, progres
 
 
 def _measured(
-    dual: dualform.Dual, settings: Settings, task: Task, own: int, answered: Tensor, tasks: Mapping[str, Task]
+    dual: dualform.Dual,
+    settings: Settings,
+    task: Task,
+    own: int,
+    answered: Tensor,
+    tasks: Mapping[str, Task],
+    *,
+    thorough: bool,
 ) -> tuple[dict[str, Any], Tensor]:
     """Table 1 and the claims for one test set; and the class that the last layer's totals elect."""
     labels, right = task.test_labels, answered == task.test_labels
@@ -91,16 +100,17 @@ def _measured(
         apart = by_class(attention[layer].total(["dataset", "label"], absolute=True), settings.datasets)
         totals = apart.sum(1)
         found["table"][layer] = asdict(votes(totals, labels, answered))
-        best = attention[layer].best(10, absolute=True).slots.numpy()
-        some = dual.attend(task.test[::SOME])[layer].best(settings.top, absolute=True).slots.numpy()
-        measured: dict[str, Any] = {
-            "wrong top": claims.wrong_top(best, rows, labels.numpy(), right.numpy()),
-            "hubs": claims.hubs(best, rows),
-            "recency": claims.recency(some, rows, settings.steps),
-            "depth": claims.depth(totals, labels),
-        }
+        measured: dict[str, Any] = {"depth": claims.depth(totals, labels)}
         if len(tasks) > 1:
-            measured["cross-task"] = claims.cross_task(apart, own, best, rows)
+            measured["cross-task"] = claims.cross_task(apart, own)
+        if thorough:
+            best = attention[layer].best(10, absolute=True).slots.numpy()
+            some = dual.attend(task.test[::SOME])[layer].best(settings.top, absolute=True).slots.numpy()
+            measured["wrong top"] = claims.wrong_top(best, rows, labels.numpy(), right.numpy())
+            measured["hubs"] = claims.hubs(best, rows)
+            measured["recency"] = claims.recency(some, rows, settings.steps)
+            if len(tasks) > 1:
+                measured["cross-task top"] = claims.cross_task_top(best, own, rows)
         if settings.experiment == "continual":
             measured["interference"] = forgetting.interference(apart, settings, right)
         if len(tasks) == 1 and layer != LAYERS[0]:

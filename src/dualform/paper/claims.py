@@ -102,14 +102,15 @@ def depth(totals: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
-def cross_task(totals: Tensor, own: int, best: Ints, rows: Rows) -> dict[str, float]:
-    """How much attention goes to another dataset than the test image's own. totals (queries, datasets, classes)."""
+def cross_task(totals: Tensor, own: int) -> float:
+    """How much of all attention goes to another dataset than the test image's own. totals (queries, datasets, classes)."""
     of_dataset = totals.sum(2)
-    others = 1 - of_dataset[:, own] / of_dataset.sum(1)
-    return {
-        "of all attention": float(others.mean()),
-        "of the best ten slots": _mean(rows.datasets[best[:, :10]] != own),
-    }
+    return float((1 - of_dataset[:, own] / of_dataset.sum(1)).mean())
+
+
+def cross_task_top(best: Ints, own: int, rows: Rows) -> float:
+    """How many of the best ten slots are of another dataset."""
+    return _mean(rows.datasets[best[:, :10]] != own)
 
 
 def weighed_by_value(dual: dualform.Dual, layer: str, queries: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def table_one(measured: Mapping[str, Mapping[str, tuple[float, float]]], folder:
                 Series(
                     name,
                     tuple(numbers[layer][column][0] for layer in LAYERS),
-                    tuple(numbers[layer][column][1] for layer in LAYERS),
+                    _errors(numbers[layer][column] for layer in LAYERS),
                 )
                 for name, numbers in (("ours", measured), ("paper", PAPER))
             ),
@@ -198,7 +199,7 @@ def masks(accuracies: Mapping[str, Mapping[str, tuple[float, float]]], names: Se
         Series(
             data.SOURCES[name].title,
             tuple(100 * accuracies[row][name][0] for row in rows),
-            tuple(100 * accuracies[row][name][1] for row in rows),
+            _errors((100 * mean, 100 * deviation) for mean, deviation in (accuracies[row][name] for row in rows)),
         )
         for name in names
     )
@@ -221,6 +222,12 @@ def from_section(title: str, found: Mapping[str, Any], stem: Path) -> bool:
     axes = found["axes"]
     lines.save([Lines("", axes["x"], axes["y"], tuple(series))], title, stem)
     return True
+
+
+def _errors(found: Iterable[tuple[float, float]]) -> tuple[float, ...] | None:
+    """The deviations; None where one seed has none."""
+    deviations = tuple(deviation for _, deviation in found)
+    return None if any(math.isnan(one) for one in deviations) else deviations
 
 
 def _groups(tasks: Mapping[str, Task]) -> tuple[Group, ...]:

@@ -117,7 +117,7 @@ def _seed(
         found: dict[str, Any] = json.loads(path.read_text())
         if found["settings"] == json.loads(json.dumps(settings.to_dict())):
             return found
-    analysis = analyse(settings, tasks, recording, progress)
+    analysis = analyse(settings, tasks, recording, progress, thorough=draw)
     if draw:
         _draw(analysis, tasks, out / "figures")
     _write(path, analysis.numbers)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dualform.dual.totals import View
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.layers.streams import Layer
 from dualform.query.groups import Groups
 from dualform.query.masks import Mask
 from dualform.query.ranking import Best
 from dualform.query.slots import describe
-from dualform.store.format import Layer
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dualform.dual.compact import CompactLayer
 from dualform.errors import QuestionError
-from dualform.store.format import Layer
+from dualform.layers.streams import Layer
 
 
 class Compact(Mapping[str, CompactLayer]):

@@ -28,13 +28,14 @@ from dualform.errors import (
     QuestionError,
     UnknownLayerError,
 )
+from dualform.layers.streams import Layer
 from dualform.query.answers import Answer
 from dualform.query.attention import LayerAttention
 from dualform.query.compact import Compact, compacted_weights
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
 from dualform.query.masks import Mask, condition_columns, over_groups
-from dualform.store.format import Layer, Mark
+from dualform.store.format import Mark
 from dualform.store.reader import Store
 
 A = TypeVar("A", bound=Answer)

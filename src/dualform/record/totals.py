@@ -10,9 +10,10 @@ import torch
 
 from dualform.errors import RecordingError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.streams import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
-from dualform.store.format import Column, Grouping, Layer, Manifest
+from dualform.store.format import Column, Grouping, Manifest
 from dualform.store.reader import Store
 from dualform.store.sums import NewTotals
 from dualform.store.tables import schema

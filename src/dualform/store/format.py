@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
-from dualform.layers.streams import FORMS, ROLES, Layer
+from dualform.layers.streams import Layer
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -29,7 +29,6 @@ CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
 
 KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
-__all__ = ["FORMS", "ROLES", "Layer"]
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions")
 
 

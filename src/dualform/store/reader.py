@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
+from dualform.layers.streams import Layer
 from dualform.store import tables
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import (
@@ -24,7 +25,6 @@ from dualform.store.format import (
     SUMS,
     UPDATES,
     File,
-    Layer,
     Manifest,
     Totals,
     checksum,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -10,6 +11,7 @@ import polars as pl
 from dualform.store.format import Column
 from dualform.store.records import ColumnValues, Rows, Step
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 TYPES: dict[str, pl.DataType] = {
     "Int64": pl.Int64(),
     "Float64": pl.Float64(),
@@ -96,3 +98,24 @@ def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
     for name in names:
         table[name] = pl.Series([step.log.get(name) for step in steps], dtype=pl.Float64)
     return pl.DataFrame(table)
+
+
+FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
+"""The columns of the updates that are no settings."""
+
+
+def settings_of(updates: pl.DataFrame) -> dict[str, Floats]:
+    """The settings of some updates of one parameter, (updates,) each."""
+    columns = [name for name in updates.columns if name not in FIXED and updates[name].null_count() == 0]
+    return {name: updates[name].to_numpy().astype(np.float64) for name in columns}
+
+
+def factor_table(lists: pl.Series) -> Floats:
+    """(updates, backward passes)."""
+    lengths = lists.list.len().to_numpy().astype(np.int64)
+    table = np.zeros((len(lists), int(lengths.max()) if len(lists) else 0))
+    rows = np.repeat(np.arange(len(lists)), lengths)
+    places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if len(rows):
+        table[rows, places] = lists.explode().drop_nulls().to_numpy()
+    return table

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from dualform.errors import WriterError
+from dualform.layers.streams import Layer
 from dualform.store import tables
 from dualform.store.chunks import slot_tensors
 from dualform.store.encoding import Pool
@@ -31,7 +32,6 @@ from dualform.store.format import (
     UPDATES,
     Chunk,
     Column,
-    Layer,
     Manifest,
     Mark,
     Parameter,

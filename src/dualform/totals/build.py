@@ -15,13 +15,11 @@ from dualform.store.folder import locked
 from dualform.store.format import Column, Grouping
 from dualform.store.reader import Store
 from dualform.store.sums import NewTotals, write_totals
-from dualform.store.tables import schema
+from dualform.store.tables import factor_table, schema, settings_of
 from dualform.totals.fold import Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering
 
 KINDS = ("keys", "deltas", "both")
-FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
-"""The columns of the updates that are no settings."""
 
 
 def build_totals(
@@ -114,11 +112,6 @@ def _updates(store: Store, place: int, parameter: str) -> Updates | None:
     mine = store.updates_in(place).filter(pl.col("parameter") == number)
     if not mine.height:
         return None
-    lists = mine["factors"].to_list()
-    factors = np.zeros((len(lists), max(len(row) for row in lists)))
-    for row, some in enumerate(lists):
-        factors[row, : len(some)] = some
-    columns = [name for name in mine.columns if name not in FIXED and mine[name].null_count() == 0]
-    settings = {name: mine[name].to_numpy().astype(np.float64) for name in columns}
     steps = mine["step"].to_numpy().astype(np.int64)
-    return Updates(mine["optimizer"][0], steps, settings, factors, store.gradients_in(place, parameter))
+    factors, gradients = factor_table(mine["factors"]), store.gradients_in(place, parameter)
+    return Updates(mine["optimizer"][0], steps, settings_of(mine), factors, gradients)
