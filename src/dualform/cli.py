@@ -288,8 +288,7 @@ def paper(
 
     What an interrupted run has finished is not done again.
     """
-    from dualform.paper import asides
-    from dualform.paper.run import estimate, run, write_asides
+    from dualform.paper.run import estimate, run, run_asides
     from dualform.paper.settings import settings_for
 
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
@@ -297,7 +296,7 @@ def paper(
     with _progress() as progress:
         for one in chosen:
             if one == "asides":
-                pages[one] = write_asides(out / one, asides.run(out / one / "recording", progress))
+                pages[one] = run_asides(out / one, keep=keep, progress=progress)
                 continue
             variant = {"reverse": reverse, "long": long} if one == "continual" else {}
             if one != "continual" and experiment is not Experiment.images and (reverse or long):

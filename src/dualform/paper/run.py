@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import dualform
-from dualform.paper import pictures
+from dualform.paper import asides, pictures
 from dualform.paper.analysis import Analysis, analyse
 from dualform.paper.page import page
 from dualform.paper.section import Section
@@ -94,8 +94,17 @@ def write_page(out: Path, command: str) -> Path:
     return out / "index.md"
 
 
+def run_asides(out: Path, *, keep: bool = False, progress: Progress = lambda what, done, total: None) -> Path:
+    """Run the remarks and asides and write their page, with a figure for each that has curves. keep: the recording, too."""
+    recording = out / "recording"
+    sections = asides.run(recording, progress)
+    if not keep:
+        shutil.rmtree(recording)
+    return write_asides(out, sections)
+
+
 def write_asides(out: Path, sections: Sequence[Section]) -> Path:
-    """The page of the remarks and asides, with a figure for each that has curves."""
+    """The page of the remarks and asides."""
     (out / "figures").mkdir(parents=True, exist_ok=True)
     parts = ["# Remarks and asides", "Made by `dualform paper asides`, on scikit-learn's digits, one seed."]
     for number, section in enumerate(sections):
