@@ -9,7 +9,7 @@ from dualform.data import SOURCES
 from dualform.paper.pictures import Picture, paper_name
 from dualform.paper.section import percent, table
 from dualform.paper.settings import LAYERS, PRESETS
-from dualform.paper.summary import over, written
+from dualform.paper.summary import lists_over, over, written
 from dualform.paper.table import PAPER
 
 Seeds = Sequence[dict[str, Any]]
@@ -179,21 +179,24 @@ def _claims(experiment: str, seeds: Seeds, pictures: Mapping[str, Picture]) -> s
         where = ("datasets", name, "layers")
         head = ("", *(paper_name(layer) for layer in LAYERS))
 
-        def row(words: str, *path: str, scale: float = 100.0, where: tuple[str, ...] = where) -> tuple[str, ...]:
-            return (words, *(written(over(seeds, *where, layer, *path), scale=scale) for layer in LAYERS))
+        def row(
+            words: str, *path: str, scale: float = 100.0, digits: int = 1, where: tuple[str, ...] = where
+        ) -> tuple[str, ...]:
+            return (words, *(written(over(seeds, *where, layer, *path), digits, scale) for layer in LAYERS))
 
         rows = [
             row("best slot of another class, answer right (%)", "wrong top", "best slot of another class"),
             row("one of the best 3 of another class (%)", "wrong top", "one of the best three of another class"),
             row("share of the best 10 of another class (%)", "wrong top", "share of the best ten of another class"),
             row("right class's share of all attention (%)", "depth", "share of the right class"),
-            row("mean rank of the right class's total", "depth", "rank of the right class", scale=1.0),
-            row("training images that are in some top 3", "hubs", "images that are in some top 3", scale=1.0),
+            row("mean rank of the right class's total", "depth", "rank of the right class", scale=1.0, digits=2),
+            row("training images that are in some top 3", "hubs", "images that are in some top 3", scale=1.0, digits=0),
             row(
                 "training images that fill half of all top-3 places",
                 "hubs",
                 "images that fill half of all places",
                 scale=1.0,
+                digits=0,
             ),
         ]
         if len(seeds[0]["datasets"]) > 1:
@@ -241,9 +244,19 @@ def _recency(seeds: Seeds, pictures: Mapping[str, Picture]) -> str:
         f"### Are recent slots more important?\n\nThe share (%) of the top slots written in the first and in the last tenth of the "
         f"training, on every tenth test image of {NAMES[name]}; chance gives 10 %.\n\n"
         + table(head, rows)
-        + "\n\n"
+        + f"\n\n{_when(seeds, name)}\n\n"
         + _picture(pictures["recency"])
     )
+
+
+def _when(seeds: Seeds, name: str) -> str:
+    """Which tenth of the training has most of the top slots."""
+    words = []
+    for layer in LAYERS:
+        shares = lists_over(seeds, "datasets", name, "layers", layer, "recency", "all")
+        best = max(range(len(shares)), key=lambda n: shares[n])
+        words.append(f"{paper_name(layer)}: tenth {best + 1} ({percent(shares[best])})")
+    return f"The tenth of the training in which most of the best 500 were written: {'; '.join(words)}."
 
 
 def _forgetting(seeds: Seeds, pictures: Mapping[str, Picture]) -> str:
@@ -336,7 +349,7 @@ def _verdict(seeds: Seeds, name: str) -> str:
         for column in ("right", "output_wrong")
     ]
     return (
-        f"The class that pushes the answer's logit up most is the answer itself in {min(agree):.1f} % of the images or more, whether the "
+        f"The class that pushes the answer's logit up most is the answer itself, in {min(agree):.1f} % of the images at least, whether the "
         f"answer is right or not. That is no better vote on the truth: a slot pushes its own class's logit up and the others down, so what "
         f"the sum says is what the logit is made of, and where the model is wrong the vote is wrong with it. Attention weights know "
         f"nothing of this sign, which is why their vote wavers."
