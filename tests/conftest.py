@@ -14,6 +14,13 @@ settings.register_profile("dualform", deadline=None, derandomize=True, max_examp
 settings.load_profile("dualform")
 
 
+def pytest_collection_modifyitems(items):
+    if not os.environ.get("DUALFORM_DATA"):
+        for item in items:
+            if item.get_closest_marker("data"):
+                item.add_marker(pytest.mark.skip(reason="DUALFORM_DATA names no folder with the datasets"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk():
     """Flushing would take most of the time of the suite, and no test pulls the plug."""
