@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +118,10 @@ def _content(name: str, which: tuple[str, str], folder: Path | None) -> bytes:
 
 
 def _places(name: str, folder: Path | None) -> Iterator[Path]:
-    named = folder or (Path(os.environ["DUALFORM_DATA"]) if os.environ.get("DUALFORM_DATA") else None)
-    if named is not None:
-        yield named / name
+    if folder is not None:
+        yield folder / name
+    if os.environ.get("DUALFORM_DATA"):
+        yield Path(os.environ["DUALFORM_DATA"]) / name
     yield cache() / name
     package = SOURCES[name].package
     if package is not None:
@@ -129,7 +131,7 @@ def _places(name: str, folder: Path | None) -> Iterator[Path]:
 def _checked(path: Path, expected: str) -> bytes | None:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}.") from None
     return content if hashlib.sha256(content).hexdigest() == expected else None
 
@@ -144,11 +146,14 @@ def _downloaded(name: str, file: str, expected: str, places: list[Path]) -> byte
         except Exception as error:  # whatever the network does
             problems.append(f"{address}: {error}")
             continue
-        content = _checked(path, expected)
+        try:
+            content, problem = _checked(path, expected), "the content's sha256 is another one"
+        except DataError as error:  # cut short, or a page that says no
+            content, problem = None, str(error)
         if content is not None:
             return content
-        path.unlink()
-        problems.append(f"{address}: the content's sha256 is another one")
+        path.unlink(missing_ok=True)
+        problems.append(f"{address}: {problem}")
     looked = ", ".join(str(place) for place in places)
     package = SOURCES[name].package
     debian = f" Debian: apt install {'dataset-' + name}." if package else ""
