@@ -59,7 +59,8 @@ class Visits:
         chunks = list(self._store.chunks(self._layer, end_step=self._end))
         codes = np.concatenate([groups(chunk) for chunk in chunks]) if chunks else np.zeros(0, dtype=np.int64)
         width = len(groups)
-        flat = np.bincount(self.key_of * width + codes, minlength=(len(self._starts) - 1) * width)
+        shape = (len(self._starts) - 1, width)
+        flat = np.bincount(self.key_of * width + codes, minlength=shape[0] * width)
         first = torch.full((width,), torch.iinfo(torch.int64).max)
         first.scatter_reduce_(0, torch.from_numpy(codes), torch.arange(len(codes)), "amin")
-        return torch.from_numpy(flat.reshape(-1, width)), first
+        return torch.from_numpy(flat.reshape(shape)), first
