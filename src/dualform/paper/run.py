@@ -122,13 +122,13 @@ def _seed(
 ) -> dict[str, Any]:
     """One seed; what an earlier run has measured with the same settings is taken from its file."""
     path, recording = out / f"seed-{settings.seed}.json", out / "recordings" / f"seed-{settings.seed}"
-    if path.exists():
+    if path.exists() and (not draw or _is_drawn(settings, out / "figures")):
         found: dict[str, Any] = json.loads(path.read_text())
-        if found["settings"] == json.loads(json.dumps(settings.to_dict())):
+        if found["settings"] == _plain(settings):
             return found
     analysis = analyse(settings, tasks, recording, progress, thorough=draw)
     if draw:
-        _draw(analysis, tasks, out / "figures")
+        _draw(settings, analysis, tasks, out / "figures")
     _write(path, analysis.numbers)
     if not keep:
         shutil.rmtree(recording)
@@ -137,12 +137,28 @@ def _seed(
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def _draw(analysis: Analysis, tasks: Mapping[str, Task], folder: Path) -> None:
+def _plain(settings: Settings) -> Any:
+    """As they come back from a file."""
+    return json.loads(json.dumps(settings.to_dict()))
+
+
+def _is_drawn(settings: Settings, folder: Path) -> bool:
+    """Whether the figures are of this seed: another run may have begun with another one."""
+    path = folder / "pictures.json"
+    return path.exists() and json.loads(path.read_text()).get("settings", _plain(settings)) == _plain(settings)
+
+
+def _draw(settings: Settings, analysis: Analysis, tasks: Mapping[str, Task], folder: Path) -> None:
     splits = [one["contributions"] for one in analysis.numbers["examples"]]
     drawn = pictures.of_examples(analysis.examples, splits, tasks, folder)
     gallery = pictures.gallery(analysis.examples, tasks, folder)
     _write(
-        folder / "pictures.json", {"inputs": vars(gallery), "examples": [[vars(one) for one in some] for some in drawn]}
+        folder / "pictures.json",
+        {
+            "settings": settings.to_dict(),
+            "inputs": vars(gallery),
+            "examples": [[vars(one) for one in some] for some in drawn],
+        },
     )
 
 
