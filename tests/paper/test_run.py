@@ -200,6 +200,23 @@ def test_the_pages_of_the_others(tmp_path, experiment):
     assert re.findall(r"figures/(recency|masks)\.png", page) == ["recency", "masks"][: 1 + (experiment == "continual")]
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_paper_s_accuracies_are_of_its_own_order(tmp_path, reverse):
+    page = run.run(tiny("continual", steps=3, reverse=reverse), tmp_path, seeds=1).read_text()
+    lines = [line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| after (Fashion-)?MNIST", line)]
+    theirs = [line[-1].strip() for line in lines]
+    assert theirs == ([""] * 4 if reverse else ["97", "", "45", "85"])
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_image_is_called_a_misread_one_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "choose", lambda rule, candidates: (0, False))  # it is a 0
+    page = run.run(tiny("continual", steps=3), tmp_path, seeds=1).read_text()
+    assert "### MNIST: test image 0" in page
+    assert "The misread 1" not in page
+
+
 def test_estimates():
     one, kept = (run.estimate(settings.settings_for("joint"), 3, keep=keep) for keep in (False, True))
     assert kept.nbytes == 3 * one.nbytes == 3 * 5000 * 128 * run.SLOT_BYTES

@@ -73,7 +73,7 @@ def analyse(
     if settings.experiment == "continual":
         numbers["masks"] = forgetting.masks(dual, settings, tasks)
         numbers["given back"] = forgetting.given_back(dual, settings)
-        one = next((e for e in examples if e.rule.key == "one"), None)
+        one = next((e for e in examples if e.rule.key == "one" and e.label == 1 != e.answer), None)
         if one is not None:
             image = tasks[one.rule.dataset].test[one.place]
             numbers["the misread one"] = forgetting.with_and_without(dual, settings, image)

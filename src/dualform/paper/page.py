@@ -8,7 +8,7 @@ from typing import Any
 from dualform.data import SOURCES
 from dualform.paper.pictures import Picture, paper_name
 from dualform.paper.section import percent, table
-from dualform.paper.settings import LAYERS, PRESETS
+from dualform.paper.settings import EXPERIMENTS, LAYERS, PRESETS
 from dualform.paper.summary import lists_over, over, written
 from dualform.paper.table import PAPER
 
@@ -74,8 +74,9 @@ def _beginning(command: str, seeds: Seeds, settings: dict[str, Any]) -> str:
 def _accuracies(experiment: str, seeds: Seeds) -> str:
     rows = []
     for number, phase in enumerate(seeds[0]["settings"]["phases"]):
+        same = tuple(phase["datasets"]) == EXPERIMENTS[experiment][number].datasets  # and not in the reversed order
         for name in seeds[0]["datasets"]:
-            theirs = THEIRS[experiment][number].get(name) if number < len(THEIRS[experiment]) else None
+            theirs = THEIRS[experiment][number].get(name) if same else None
             ours = over(seeds, "trained", "accuracies", number, name)
             told = f"after {' and '.join(NAMES[n] for n in phase['datasets'])}"
             rows.append((told, NAMES[name], written(ours, scale=100), "" if theirs is None else f"{theirs}"))
