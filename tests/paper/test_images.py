@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dualform
+from dualform.paper import examples
 from dualform.paper.analysis import SOME, Analysis, analyse
 from dualform.paper.forgetting import SUBSETS
 from dualform.paper.settings import LAYERS, Settings, settings_for
@@ -390,6 +391,24 @@ def test_matches_of_the_examples(case):
             assert len(places) == 10
             assert_ranked(list(sums.values()), places, [m.weight for m in look.by_image])
             assert all(m.step is None for m in look.by_image)
+
+
+@cases("joint")
+def test_negative_weights_count_by_their_size(case):
+    """In layer 0 products may be negative: a test image that looks most at its opposites."""
+    name = "fashion-mnist"
+    weights = case.attention[name, "0"]
+    place = int((-weights.min(1) / weights.max(1)).argmax())
+    rule = next(example.rule for example in case.analysis.examples if example.rule.dataset == name)
+    answers = {other: torch.tensor(found) for other, found in case.answers.items()}
+    (example,) = examples.look(case.dual, case.settings, case.tasks, {rule: (place, True)}, answers)
+    found = example.looks["0"]
+    assert any(match.weight < 0 for match in found.by_slot)
+    sums = ranking.totals(abs(weights[place]).tolist(), case.images)
+    signed = ranking.totals(weights[place].tolist(), case.images)
+    places = [list(sums).index((match.dataset, match.sample_id)) for match in found.by_image]
+    assert any(list(signed.values())[one] < 0 for one in places)
+    assert_ranked(list(sums.values()), places, [match.weight for match in found.by_image])
 
 
 @cases()
