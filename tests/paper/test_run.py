@@ -70,13 +70,14 @@ class Ran:
 def ran(tmp_path_factory, datasets):
     out, analysed, interrupted = tmp_path_factory.mktemp("run") / "out", [], []
 
-    def counted(of, tasks, folder, progress):
+    def counted(of, tasks, folder, progress, *, thorough):
         analysed.append(of.seed)
         if of.seed == 1 and not interrupted:
             interrupted.append(True)
             training.train(of, tasks, folder, progress)
             raise StoppedError
-        return analysis.analyse(of, tasks, folder, progress)
+        assert thorough == (of.seed == 0)
+        return analysis.analyse(of, tasks, folder, progress, thorough=thorough)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "analyse", counted)
