@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train the digits network with recording, verify it, show where predictions come from
 	$(BIN)/dualform demo
 
-test: $(READY) ## run all tests (ARGS="-k masks" for some of them)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run all tests, two files at a time (ARGS="-k masks" for some of them)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY) ## format, lint, types and the direction of imports
 	$(BIN)/ruff format --check .
