@@ -175,6 +175,11 @@ def _claims(experiment: str, seeds: Seeds, pictures: Mapping[str, Picture]) -> s
     parts = [
         "## What the paper says in words, on the whole test set\n\nNumbers without a deviation need the best slots of every test image, "
         "and are of the first seed."
+        + (
+            " A class is a label, whichever the dataset: the network has ten outputs for both."
+            if len(seeds[0]["datasets"]) > 1
+            else ""
+        )
     ]
     for name in seeds[0]["datasets"]:
         where = ("datasets", name, "layers")
