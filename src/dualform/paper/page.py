@@ -318,7 +318,8 @@ def _misread(seed: dict[str, Any]) -> str:
     rows = []
     for layer in LAYERS:
         ranked = sorted(told["layers"][layer]["totals"].items(), key=lambda item: -item[1])[:3]
-        rows.append((paper_name(layer), *(f"{key} ({total:.3g})" for key, total in ranked)))
+        named = ((key.rsplit(" ", 1), total) for key, total in ranked)
+        rows.append((paper_name(layer), *(f"{NAMES[name]} {label} ({total:.3g})" for (name, label), total in named)))
     words = "; ".join(f"{name}: {answer} with probability {both[name][answer]:.3f}" for name, answer in answers.items())
     return (
         f"### The misread 1\n\nTest image {told['test image']} of MNIST, a 1. {words[0].upper()}{words[1:]}. The classes with the most "
