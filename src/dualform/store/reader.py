@@ -38,8 +38,8 @@ from dualform.store.heap import give_back
 from dualform.store.mapped import TensorFile
 from dualform.store.slots import Ints, SlotChunk
 
-LARGE_BYTES = 16 << 20
-"""After a chunk of this size, the memory that it was decoded into is given back."""
+READ_BYTES = 256 << 20
+"""When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
 
 class Store:
@@ -48,6 +48,7 @@ class Store:
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
         """manifest: another one than that on disk, for who knows what they do."""
         self.folder = Path(folder)
+        self._read = 0
         self.manifest = _padded(load_manifest(self.folder) if manifest is None else manifest)
         for number, chunk in enumerate(self.manifest.chunks):
             if set(chunk.files) != set(CHUNK_FILES) or not (
@@ -133,9 +134,15 @@ class Store:
                 return
             if chunk.slots[number] and chunk.end_step > begin_step:
                 yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
-                if chunk.files[SLOTS].size >= LARGE_BYTES:
-                    give_back()
+                self.read(chunk.files[SLOTS].size)
             first_slot += chunk.slots[number]
+
+    def read(self, nbytes: int) -> None:
+        """Somebody has decoded so much and let go of it."""
+        self._read += nbytes
+        if self._read >= READ_BYTES:
+            give_back()
+            self._read = 0
 
     def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
         """A layer's slots in one chunk; None if it has none there."""

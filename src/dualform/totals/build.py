@@ -12,7 +12,7 @@ import torch
 
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.store.folder import locked
-from dualform.store.format import Column, Grouping
+from dualform.store.format import SLOTS, Column, Grouping
 from dualform.store.reader import Store
 from dualform.store.sums import NewTotals, write_totals
 from dualform.store.tables import factor_table, schema, settings_of
@@ -67,6 +67,8 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, 
         slots = {n: _pieces(store, y.name, place, numberings) for n, y in enumerate(store.manifest.layers)}
         names = [] if store.manifest.keep == "keys" else [p.name for p in store.manifest.parameters]
         sums.fold(slots, {name: some for name in names if (some := _updates(store, place, name)) is not None})
+        del slots
+        store.read(store.manifest.chunks[place].files[SLOTS].size)
     if progress is not None:
         progress("totals", work, work)
     counts = [len(numbering) for numbering in numberings]
