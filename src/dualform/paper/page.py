@@ -250,7 +250,8 @@ def _recency(seeds: Seeds, pictures: Mapping[str, Picture]) -> str:
         f"### Are recent slots more important?\n\nThe share (%) of the top slots written in the first and in the last tenth of the "
         f"training, on every tenth test image of {NAMES[name]}; chance gives 10 %.\n\n"
         + table(head, rows)
-        + f"\n\n{_when(seeds, name)}\n\n"
+        + f"\n\n{_when(seeds, name)} In layer-0 all visits of an image weigh the same, and of equal slots the earlier one comes "
+        "first: that its best 10 lean to the beginning is this rule, not the network.\n\n"
         + _picture(pictures["recency"])
     )
 
