@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dualform.errors import QuestionError
 from dualform.query import attention, pruned
 from dualform.query.pruned import best_of
 from reference import ranking
@@ -39,6 +40,16 @@ def test_pruning_changes_no_answer(keys, queries, k, tile, block, way):
         expected = ranking.top(decides, k)
         assert best.numbers[row].tolist() == expected
         assert best.values[row].tolist() == scores[row, expected].tolist()
+
+
+@pytest.mark.parametrize("many", [1, 1000])
+@pytest.mark.parametrize(("k", "way"), [(0, {}), (True, {}), (2.5, {}), (3, {"absolute": True, "lowest": True})])
+def test_best_refuses_what_top_refuses(tmp_path, monkeypatch, many, k, way):
+    monkeypatch.setattr(attention, "MANY", many)
+    answer = train(tmp_path / "run", steps=1).dual.attend(INPUTS)["2"]
+    for ask in (answer.top, answer.best):
+        with pytest.raises(QuestionError):
+            ask(k, **way)
 
 
 def test_short_keys_are_not_multiplied(monkeypatch):

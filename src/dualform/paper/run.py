@@ -145,7 +145,7 @@ def _plain(settings: Settings) -> Any:
 def _is_drawn(settings: Settings, folder: Path) -> bool:
     """Whether the figures are of this seed: another run may have begun with another one."""
     path = folder / "pictures.json"
-    return path.exists() and json.loads(path.read_text()).get("settings", _plain(settings)) == _plain(settings)
+    return path.exists() and json.loads(path.read_text())["settings"] == _plain(settings)
 
 
 def _draw(settings: Settings, analysis: Analysis, tasks: Mapping[str, Task], folder: Path) -> None:

@@ -100,10 +100,7 @@ class Answer(ABC):
         per: the k best slots of each group that these columns make, e.g. of each label, in one scan. absolute: rank by size and
         sum sizes, as the paper's figures do. lowest: from the other end. Ties go to the lower slot number.
         """
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise QuestionError(f"top({k!r}): expected a whole number of at least 1.")
-        if absolute and lowest:
-            raise QuestionError("top(): absolute and lowest do not go together.")
+        check(k, absolute, lowest)
         if by is not None:
             if per is not None:
                 raise QuestionError("top(): by and per do not go together.")
@@ -117,6 +114,7 @@ class Answer(ABC):
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
     ) -> Ranked:
         """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
+        check(k, absolute, lowest)
         self._needs_scan("single slots")
         pieces = []
         for queries in self._query_blocks(k):
@@ -273,6 +271,14 @@ class Answer(ABC):
             pl.Series(self.value, ranked.scores.reshape(-1).numpy()),
             pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
         )
+
+
+def check(k: object, absolute: bool, lowest: bool) -> None:
+    """Refuse a question for the best that makes no sense."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise QuestionError(f"top({k!r}): expected a whole number of at least 1.")
+    if absolute and lowest:
+        raise QuestionError("top(): absolute and lowest do not go together.")
 
 
 def ranked_by(scores: Tensor, absolute: bool, lowest: bool) -> Tensor:

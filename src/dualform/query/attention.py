@@ -12,7 +12,7 @@ from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
-from dualform.query.answers import FEW_GROUPS, Answer, Ranked, Scores, ranked_by
+from dualform.query.answers import FEW_GROUPS, Answer, Ranked, Scores, check, ranked_by
 from dualform.query.groups import Groups
 from dualform.query.masks import Mask
 from dualform.query.pruned import best_of, spread
@@ -52,6 +52,7 @@ class LayerAttention(Answer):
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
     ) -> Ranked:
         """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
+        check(k, absolute, lowest)
         if len(self._flat) < MANY or self.layer.form != "vectors" or self._store.manifest.keep == "totals":
             return super().best(k, where=where, absolute=absolute, lowest=lowest)
         queries = part(self._flat, self._columns)
