@@ -33,6 +33,7 @@ bench: $(READY) ## measure recording and exactness (minutes; needs the data fold
 	$(BIN)/python bench/recording.py
 	$(BIN)/python bench/certificate.py
 	$(BIN)/python bench/exactness.py
+	$(BIN)/python bench/segments.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -289,7 +289,7 @@ def paper(
     What an interrupted run has finished is not done again.
     """
     from dualform.paper.run import estimate, run, run_asides
-    from dualform.paper.settings import settings_for
+    from dualform.paper.settings import Order
 
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
     pages = {}
@@ -298,39 +298,18 @@ def paper(
             if one == "asides":
                 pages[one] = run_asides(out / one, keep=keep, progress=progress)
                 continue
-            variant = {"reverse": reverse, "long": long} if one == "continual" else {}
             if one != "continual" and experiment is not Experiment.images and (reverse or long):
                 raise typer.BadParameter("--reverse and --long are variants of continual.", param_hint="--reverse")
-            settings = settings_for(
-                one, optimizer=optimizer.value, steps=steps, seed=first, raw_pixels=raw_pixels, **variant
-            )
-            expected = estimate(settings, seeds, keep=keep)
-            name = "-".join(
-                [
-                    one,
-                    optimizer.value,
-                    *(
-                        w
-                        for w, on in (
-                            ("reverse", variant.get("reverse")),
-                            ("long", variant.get("long")),
-                            ("raw", raw_pixels),
-                        )
-                        if on
-                    ),
-                ]
-            )
+            ordered = one == "continual"
+            order = Order(one, optimizer.value, seeds, first, steps, reverse and ordered, long and ordered, raw_pixels)
+            expected, folder = estimate(order.settings, seeds, keep=keep), out / order.name
             print(
-                f"{name}: {seeds} × {settings.steps} steps, about {expected.seconds / 60:.0f} min on two cores, "
-                f"{expected.nbytes / 1e9:.1f} GB on the disk at a time; results in {out / name}",
+                f"{order.name}: {seeds} × {order.settings.steps} steps, about {expected.seconds / 60:.0f} min on two cores, "
+                f"{expected.nbytes / 1e9:.1f} GB on the disk at a time; results in {folder}",
                 file=sys.stderr,
             )
-            command = f"dualform paper {one} --seeds {seeds}" + (f" --seed {first}" if first else "")
-            command += f" --steps {steps}" if steps else ""
-            command += f" --optimizer {optimizer.value}" + (" --reverse" if variant.get("reverse") else "")
-            command += (" --long" if variant.get("long") else "") + (" --raw-pixels" if raw_pixels else "")
-            pages[name] = run(
-                settings, out / name, seeds=seeds, data=data, keep=keep, command=command, progress=progress
+            pages[order.name] = run(
+                order.settings, folder, seeds=seeds, data=data, keep=keep, command=order.command, progress=progress
             )
     if as_json:
         _print_json({name: str(page) for name, page in pages.items()})

@@ -11,9 +11,10 @@ from torch import nn
 from dualform.paper import asides
 from dualform.paper.asides import compacting, digits, kernels, limits, machine, orthogonal, rerun, softmax
 from dualform.paper.section import Section, percent, table
+from dualform.paper.settings import LAYERS
 
 SMALL = digits.Settings(epochs=2, batch=20, train_images=60, test_images=12, width=16)
-NAMES = list(digits.LAYERS)
+NAMES = list(LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -21,3 +21,15 @@ def test_an_edited_weight_is_seen(counted):
     with torch.no_grad():
         (weight if counted else weight.data)[3] *= 1.001
     assert sum(ledger.changed() for _ in range(PARTS)) == (PARTS if counted else 1)
+
+
+@pytest.mark.parametrize("size", [1e200, 1.7e308, float("inf"), float("nan")])
+def test_of_a_diverged_weight_only_its_coming_back_is_seen(size):
+    """Its sums overflow, or not, as the order of adding has it; load_state_dict of an earlier state is still noticed."""
+    signs = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.5
+    weight = nn.Parameter(signs * size)
+    ledger = ParameterLedger(0, "w", weight, 0, vector=False)
+    assert not any(ledger.changed() for _ in range(PARTS))
+    with torch.no_grad():
+        weight.copy_(signs)
+    assert ledger.changed()

@@ -133,7 +133,7 @@ def _of_example(one: looked.Example, split: dict[str, Any], tasks: Mapping[str, 
     return [
         Picture(
             f"{key}-curves",
-            f"As the paper's figure {of_curves}: the highest attention weights of each class, descending.",
+            f"As the paper's figure {of_curves}: the highest attention weights of each class by size, descending.",
         ),
         Picture(f"{key}-totals", f"As the paper's figure {of_totals}: attention summed by class."),
         Picture(

@@ -88,6 +88,53 @@ class Settings:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a person asks for on the command line."""
+
+    experiment: str
+    optimizer: str = "reference"
+    seeds: int = 5
+    first: int = 0
+    """The first seed."""
+    steps: int | None = None
+    reverse: bool = False
+    long: bool = False
+    raw_pixels: bool = False
+
+    @property
+    def settings(self) -> Settings:
+        """Of the first seed."""
+        return settings_for(
+            self.experiment,
+            optimizer=self.optimizer,
+            steps=self.steps,
+            reverse=self.reverse,
+            long=self.long,
+            seed=self.first,
+            raw_pixels=self.raw_pixels,
+        )
+
+    @property
+    def name(self) -> str:
+        """For a folder: each variant has its own."""
+        variants = {"reverse": self.reverse, "long": self.long, "raw": self.raw_pixels}
+        return "-".join([self.experiment, self.optimizer, *(name for name, on in variants.items() if on)])
+
+    @property
+    def command(self) -> str:
+        """What was typed, or might have been."""
+        numbers = {
+            "--seeds": self.seeds,
+            "--seed": self.first or None,
+            "--steps": self.steps,
+            "--optimizer": self.optimizer,
+        }
+        flags = {"--reverse": self.reverse, "--long": self.long, "--raw-pixels": self.raw_pixels}
+        words = [f"{option} {value}" for option, value in numbers.items() if value is not None]
+        return " ".join(["dualform paper", self.experiment, *words, *(flag for flag, on in flags.items() if on)])
+
+
 def settings_for(
     experiment: str,
     *,

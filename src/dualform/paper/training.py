@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.paper.network import two_hidden
 from dualform.paper.settings import CLASSES, Settings
 from dualform.paper.tasks import Task
 
@@ -38,15 +39,7 @@ class Trained:
 
 def network(settings: Settings) -> nn.Sequential:
     """The paper's network: 784-800-800-10."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return nn.Sequential(
-            nn.Linear(784, settings.width),
-            nn.ReLU(),
-            nn.Linear(settings.width, settings.width),
-            nn.ReLU(),
-            nn.Linear(settings.width, CLASSES),
-        )
+    return two_hidden(784, settings.width, CLASSES, settings.seed)
 
 
 def train(settings: Settings, tasks: Mapping[str, Task], folder: Path, progress: Progress) -> Trained:

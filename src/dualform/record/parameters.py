@@ -143,11 +143,18 @@ class ParameterLedger:
             elif self._turn:
                 return False
         found = self.look(now)
-        # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of the
-        # weight: of all rows, since a single one may cancel
-        rest = found - known
-        if float(rest @ rest) <= self._slack * self._slack * float(self._seen @ self._seen):
-            return False
+        with np.errstate(all="ignore"):
+            size = float(self._seen @ self._seen)
+            if not math.isfinite(
+                size
+            ):  # it has diverged; its sums overflow now so, now so. What is seen is its coming back
+                whole = self.look(parameter)
+                return math.isfinite(float(whole @ whole))
+            # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of
+            # the weight: of all rows, since a single one may cancel
+            rest = found - known
+            if float(rest @ rest) <= self._slack * self._slack * size:
+                return False
         return not np.array_equal(found, known, equal_nan=True)
 
     # Backward passes

@@ -131,7 +131,7 @@ def encode(
     """Copy vectors (n, d) into their stored form; the copy shares no memory with the original.
 
     pool, name: where the memory comes from. norms: the vectors' Euclidean norms (n,), if they are known already. as_they_are: vectors
-    whose norm is from 1 to 2¹⁵ need no scale, only what is below 2⁻²⁵ of them is lost; keys are mostly such, error signals never.
+    whose norm is from 1 to 2¹⁵ are not scaled: an element is then off by 2⁻¹¹ of itself or by 2⁻²⁵, whichever is more. For keys.
     """
     vectors = vectors.detach().cpu()
     data, slab = (

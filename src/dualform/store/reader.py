@@ -48,7 +48,7 @@ class Store:
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
         """manifest: another one than that on disk, for who knows what they do."""
         self.folder = Path(folder)
-        self._read = 0
+        self._decoded = 0
         self.manifest = _padded(load_manifest(self.folder) if manifest is None else manifest)
         for number, chunk in enumerate(self.manifest.chunks):
             if set(chunk.files) != set(CHUNK_FILES) or not (
@@ -134,15 +134,15 @@ class Store:
                 return
             if chunk.slots[number] and chunk.end_step > begin_step:
                 yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
-                self.read(chunk.files[SLOTS].size)
+                self.decoded(chunk.files[SLOTS].size)
             first_slot += chunk.slots[number]
 
-    def read(self, nbytes: int) -> None:
-        """Somebody has decoded so much and let go of it."""
-        self._read += nbytes
-        if self._read >= READ_BYTES:
+    def decoded(self, nbytes: int) -> None:
+        """To be told when so many bytes of a chunk have been decoded and let go of: then and now, memory is given back."""
+        self._decoded += nbytes
+        if self._decoded >= READ_BYTES:
             give_back()
-            self._read = 0
+            self._decoded = 0
 
     def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
         """A layer's slots in one chunk; None if it has none there."""

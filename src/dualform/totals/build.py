@@ -68,7 +68,7 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, 
         names = [] if store.manifest.keep == "keys" else [p.name for p in store.manifest.parameters]
         sums.fold(slots, {name: some for name in names if (some := _updates(store, place, name)) is not None})
         del slots
-        store.read(store.manifest.chunks[place].files[SLOTS].size)
+        store.decoded(store.manifest.chunks[place].files[SLOTS].size)
     if progress is not None:
         progress("totals", work, work)
     counts = [len(numbering) for numbering in numberings]

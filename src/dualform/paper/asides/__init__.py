@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dualform.paper.asides import compacting, kernels, limits, machine, orthogonal, rerun, softmax
-from dualform.paper.asides.digits import Progress, Settings, prepare
+from dualform.paper.asides.digits import Settings, prepare
 from dualform.paper.section import Section
+from dualform.paper.training import Progress
 
 __all__ = ["Settings", "run"]
 

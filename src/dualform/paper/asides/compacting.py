@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from dualform.paper.asides.digits import LAYERS, Run
+from dualform.paper.asides.digits import Run
 from dualform.paper.section import Section, percent, table
+from dualform.paper.settings import LAYERS
 
 RANKS = (1, 2, 3, 4, 6, 8, 9, 10, 12, 16, 24, 32, 48, 64)
 

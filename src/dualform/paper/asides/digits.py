@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.paper.network import two_hidden
+from dualform.paper.settings import CLASSES
+from dualform.paper.training import Progress
 
-CLASSES = 10
-LAYERS = ("0", "2", "4")
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -99,15 +98,7 @@ def batches(digits: Digits, settings: Settings) -> Iterator[Tensor]:
 
 def network(settings: Settings) -> nn.Sequential:
     """Two hidden layers, as in the paper, but small."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return nn.Sequential(
-            nn.Linear(64, settings.width),
-            nn.ReLU(),
-            nn.Linear(settings.width, settings.width),
-            nn.ReLU(),
-            nn.Linear(settings.width, CLASSES),
-        )
+    return two_hidden(64, settings.width, CLASSES, settings.seed)
 
 
 def prepare(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Run:  # noqa: B008

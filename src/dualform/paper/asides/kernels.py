@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dualform.paper.asides.digits import CLASSES, Digits, Progress, Run, Settings, batches
+from dualform.paper.asides.digits import Digits, Run, Settings, batches
 from dualform.paper.asides.digits import network as ordinary
 from dualform.paper.section import Section, percent, table
+from dualform.paper.settings import CLASSES
+from dualform.paper.training import Progress
 
 Kernel = Callable[[Tensor, int], Tensor]
 """From dot products (rows, slots) and their dimension to attention weights."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dualform.dual.layer import DualLayer
-from dualform.paper.asides.digits import LAYERS, Run
+from dualform.paper.asides.digits import Run
 from dualform.paper.section import Section, table
+from dualform.paper.settings import LAYERS
 
 
 @dataclass(frozen=True)

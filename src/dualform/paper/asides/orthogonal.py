@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dualform.paper.asides.digits import LAYERS, Run
+from dualform.paper.asides.digits import Run
 from dualform.paper.section import Section, table
+from dualform.paper.settings import LAYERS
 
 INPUTS = 100
 """How many orthogonal inputs are drawn."""

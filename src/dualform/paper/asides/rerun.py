@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dualform.paper.asides.digits import CLASSES, LAYERS, Layer, Run
+from dualform.paper.asides.digits import Layer, Run
 from dualform.paper.section import Section, percent, table
+from dualform.paper.settings import CLASSES, LAYERS
 
 TOP = 10
 

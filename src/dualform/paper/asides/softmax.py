@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dualform.paper.asides.digits import LAYERS, Layer, Run
+from dualform.paper.asides.digits import Layer, Run
 from dualform.paper.section import Section, percent, table
+from dualform.paper.settings import LAYERS
 
 Weighting = Callable[[Tensor], Tensor]
 
