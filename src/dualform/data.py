@@ -1,4 +1,4 @@
-"""The datasets of the paper: found on this machine, or downloaded and checked.
+"""The image datasets of the paper: found on this machine, or downloaded and checked.
 
 A dataset is looked for in the folder that the user names, else in `DUALFORM_DATA`, else in the user's cache, else where Debian's
 package puts it, else it is downloaded into the cache. What is read is checked by the sha256 of its uncompressed content.
@@ -104,7 +104,8 @@ def cache() -> Path:
 
 def _content(name: str, which: tuple[str, str], folder: Path | None) -> bytes:
     file, expected = FILES[which], SOURCES[name].sums[list(FILES).index(which)]
-    places = list(_places(name, folder))
+    package = SOURCES[name].package
+    places = [*known_places(name, folder), *([Path(package)] if package else [])]
     for path in (place / f"{file}{ending}" for place in places for ending in (".gz", "")):
         if path.is_file():
             content = _checked(path, expected)
@@ -117,15 +118,13 @@ def _content(name: str, which: tuple[str, str], folder: Path | None) -> bytes:
     return _downloaded(name, file, expected, places)
 
 
-def _places(name: str, folder: Path | None) -> Iterator[Path]:
+def known_places(name: str, folder: Path | None) -> Iterator[Path]:
+    """Where a dataset is looked for: in the named folder, in DUALFORM_DATA, in the cache."""
     if folder is not None:
         yield folder / name
     if os.environ.get("DUALFORM_DATA"):
         yield Path(os.environ["DUALFORM_DATA"]) / name
     yield cache() / name
-    package = SOURCES[name].package
-    if package is not None:
-        yield Path(package)
 
 
 def _checked(path: Path, expected: str) -> bytes | None:
