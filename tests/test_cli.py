@@ -283,3 +283,28 @@ def test_the_command_itself_is_installed(run):
 def test_help_needs_neither_scikit_learn_nor_matplotlib():
     code = "import sys, dualform.cli; sys.exit(any(m in sys.modules for m in ('sklearn', 'matplotlib')))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_mislabelled(tmp_path):
+    folder = tmp_path / "run"
+    torch.manual_seed(0)
+    inputs, labels, flipped = torch.randn(30, 5), torch.arange(30) % 3, torch.arange(30) % 10 == 0
+    inputs[:, :3] += 6 * nn.functional.one_hot(labels, 3)
+    told = torch.where(flipped, (labels + 1) % 3, labels)
+    model = nn.Sequential(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    with dualform.record(model, optimizer, folder) as recorder:
+        for _ in range(5):
+            recorder.batch(sample_id=torch.arange(30), label=told, flipped=flipped)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), told).backward()
+            optimizer.step()
+    found = json.loads(call("mislabelled", folder, "--top", 3, "--planted", "flipped", "--json").stdout)
+    assert sorted(row["sample_id"] for row in found["samples"]) == [0, 10, 20]
+    assert found["auc"] == 1
+    shown = call("mislabelled", folder, "--top", 3, "--planted", "flipped").stdout
+    assert "probability 1.0000 (AUC)" in shown
+    assert "the likeliest other" in shown
+    refused = call("mislabelled", folder, "--planted", "label")
+    assert refused.exit_code == 2
+    assert "expected a Boolean column" in refused.stderr

@@ -1,4 +1,4 @@
-"""The command line: `dualform demo | info | verify | totals | export | paper`.
+"""The command line: `dualform demo | info | verify | totals | export | mislabelled | paper`.
 
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
@@ -255,6 +255,34 @@ def export(
     else:
         for name, one in written.items():
             print(f"{name}: {one.lines:,} lines in {one.path}")
+
+
+@app.command()
+@_one_line_errors
+def mislabelled(
+    run: Run,
+    top: Annotated[int, typer.Option(min=1, help="So many samples.")] = 20,
+    by: Annotated[str, typer.Option(help="The column that makes the samples.")] = "sample_id",
+    layer: Annotated[str | None, typer.Option(help="The layer at the output.", show_default="the last")] = None,
+    where: Annotated[str | None, typer.Option(help='Only these visits: SQL, e.g. "step >= 100".')] = None,
+    summed: Annotated[bool, typer.Option("--sum", help="The loss was a sum over the batch, not a mean.")] = False,
+    planted: Annotated[
+        str | None, typer.Option(help="A Boolean column that says which labels were flipped: how well are they found?")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank training samples by the mean size of their error signals at the output: wrong labels come first."""
+    import dualform
+    from dualform.evaluate.flips import mislabel_auc
+    from dualform.terminal import show_mislabelled
+
+    dual, reduction = dualform.open(run), "sum" if summed else "mean"
+    found = dual.mislabelled(top, by=by, layer=layer, where=where, reduction=reduction)
+    area = None if planted is None else mislabel_auc(dual, planted, by=by, layer=layer, reduction=reduction)
+    if as_json:
+        _print_json({"samples": found.to_dicts()} | ({} if area is None else {"auc": area}))
+    else:
+        show_mislabelled(Console(), found, area)
 
 
 @app.command()

@@ -15,6 +15,8 @@ from dualform.figures.colours import colour_of
 from dualform.figures.results import Explained
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from dualform.demo import Demo
     from dualform.dual.certificate import Certificate
 
@@ -84,6 +86,30 @@ def show_totals(console: Console, built: dict[str, Any], groupings: int, nbytes:
     """What was built, and the disk that it takes."""
     others = f", with {groupings - 1} other grouping{'s' * (groupings > 2)}" if groupings > 1 else ""
     console.print(Text(f"Totals {_totals(built)}. On disk{others}: {_size(nbytes)}."), soft_wrap=True)
+
+
+def show_mislabelled(console: Console, found: pl.DataFrame, auc: float | None) -> None:
+    """One line for each sample, most suspicious first."""
+    evidence = [name for name in found.columns if name not in ("rank", "said_probability")]
+    table = _table(
+        "Samples by the mean size of their error signals at the output", ">rank", *(f">{n}" for n in evidence)
+    )
+    for row in found.to_dicts():
+        if row["said"] is not None:
+            row["said"] = f"{row['said']} ({row['said_probability']:.2f})"
+        cells = (
+            f"{row[n]:.2f}" if isinstance(row[n], float) else "" if row[n] is None else str(row[n]) for n in evidence
+        )
+        table.add_row(str(row["rank"]), *map(escape, cells))
+    console.print(table)
+    if found["unit"].null_count() < found.height:
+        console.print(
+            "unit: the output it was trained as, with its mean probability over all visits; said: the likeliest other one;\n"
+            "wrong: at how many visits the model's answer was another.",
+            highlight=False,
+        )
+    if auc is not None:
+        console.print(Text(f"A planted wrong label ranks before a right one with probability {auc:.4f} (AUC)."))
 
 
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:

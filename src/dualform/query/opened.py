@@ -29,12 +29,13 @@ from dualform.errors import (
     UnknownLayerError,
 )
 from dualform.layers.streams import Layer
-from dualform.query.answers import Answer
+from dualform.query.answers import Answer, check
 from dualform.query.attention import LayerAttention
 from dualform.query.compact import Compact, compacted_weights
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import Captured, run
 from dualform.query.masks import Mask, condition_columns, over_groups
+from dualform.query.mislabelled import mislabelled
 from dualform.store.format import Mark
 from dualform.store.reader import Store
 
@@ -237,6 +238,46 @@ class Dual:
         for name, value in zip(_counted("masking", names, progress), found, strict=True):
             weights[name] = value
         return self._with(weights)
+
+    def mislabelled(
+        self,
+        k: int | None = 100,
+        *,
+        by: str | Sequence[str] = "sample_id",
+        layer: str | None = None,
+        where: pl.Expr | str | None = None,
+        reduction: str = "mean",
+    ) -> pl.DataFrame:
+        """The k training samples (None: all) that look most mislabelled, by the mean size of their error signals at the output.
+
+        `score` is that mean over all visits, with a loss that takes a mean over the batch undone (reduction="sum": it took none).
+        Evidence: `visits`; the columns that are one for all visits, such as a label; and, if the error signals are those of
+        softmax cross-entropy, the output `unit` that it was trained as with its mean `probability`, what the model `said`
+        instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the last one.
+        """
+        if k is not None:
+            check(k, absolute=False, lowest=False)
+        if reduction not in ("mean", "sum"):
+            raise QuestionError(f'reduction={reduction!r}: expected "mean" or "sum", as the loss has it.')
+        if self.store.manifest.keep != "slots":
+            raise NotRecordedError(
+                f"mislabelled() needs the error signals of single slots, but {self.store.folder} keeps "
+                f'{self.store.manifest.keep} only. Record with keep="slots".'
+            )
+        attending = [one.name for one in self._recorded() if one.attends]
+        name = layer if layer is not None or not attending else attending[-1]
+        _, chosen = self.store.layer(name or "")
+        if not chosen.attends or chosen.outputs:
+            what = (
+                "has no single error signals"
+                if not chosen.attends
+                else "kept those of some output units only (outputs=)"
+            )
+            raise NotRecordedError(f"mislabelled() needs all error signals of layer {name!r}, which {what}.")
+        self._warn()
+        dtype = compute_dtype(self.store, chosen.parameters[0])
+        mean = reduction == "mean"
+        return mislabelled(self.store, chosen.name, self.end_step, dtype, k=k, by=by, where=where, mean=mean)
 
     def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:
         """What layers learned in `rank` slots each (default: all layers that attend), the best that so few can do.
