@@ -309,6 +309,10 @@ def paper(
     raw_pixels: Annotated[
         bool, typer.Option("--raw-pixels", help="Train on pixels from 0 to 1, not normalised.")
     ] = False,
+    every_image: Annotated[
+        bool,
+        typer.Option("--every-image", help="Measure when top slots were written on all test images (minutes more)."),
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the recordings (GBs for each seed).")] = False,
     as_json: Json = False,
 ) -> None:
@@ -329,7 +333,17 @@ def paper(
             if one != "continual" and experiment is not Experiment.images and (reverse or long):
                 raise typer.BadParameter("--reverse and --long are variants of continual.", param_hint="--reverse")
             ordered = one == "continual"
-            order = Order(one, optimizer.value, seeds, first, steps, reverse and ordered, long and ordered, raw_pixels)
+            order = Order(
+                one,
+                optimizer.value,
+                seeds,
+                first,
+                steps,
+                reverse and ordered,
+                long and ordered,
+                raw_pixels,
+                every_image,
+            )
             expected, folder = estimate(order.settings, seeds, keep=keep), out / order.name
             print(
                 f"{order.name}: {seeds} × {order.settings.steps} steps, about {expected.seconds / 60:.0f} min on two cores, "

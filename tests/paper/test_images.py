@@ -14,7 +14,7 @@ import torch
 
 import dualform
 from dualform.paper import examples
-from dualform.paper.analysis import SOME, Analysis, analyse
+from dualform.paper.analysis import Analysis, analyse
 from dualform.paper.forgetting import SUBSETS
 from dualform.paper.settings import LAYERS, Settings, settings_for
 from dualform.paper.tasks import load
@@ -268,10 +268,10 @@ def test_the_best_slots(case):
         for query, slots in enumerate(case.best[name, layer]):
             assert len(slots) == 10
             assert_ranked(sizes[query], slots)
-        some = case.dual.attend(task.test[::SOME])[layer].best(40, absolute=True).slots.tolist()
+        some = case.dual.attend(task.test[:: case.settings.every])[layer].best(40, absolute=True).slots.tolist()
         assert len(some) == 12
         for query, slots in enumerate(some):
-            assert_ranked(sizes[SOME * query], slots)
+            assert_ranked(sizes[case.settings.every * query], slots)
 
 
 @cases()
@@ -300,7 +300,7 @@ def test_images_that_are_often_among_the_best_three(case):
 @cases()
 def test_when_the_best_slots_were_written(case):
     for name, task, layer, measured in case.each():
-        some = case.dual.attend(task.test[::SOME])[layer].best(40, absolute=True).slots.tolist()
+        some = case.dual.attend(task.test[:: case.settings.every])[layer].best(40, absolute=True).slots.tolist()
         for key, low, high in (("all", 0, 40), ("first", 0, 10), ("late", 20, 40)):
             slots = [slot for of_query in some for slot in of_query[low:high]]
             expected = plain.tenths(slots, case.rows["step"], case.settings.steps)

@@ -247,6 +247,15 @@ def test_the_command(call, tmp_path):
     assert re.search(r"1 × 20 steps, about \d+ min on two cores, \d+\.\d GB on the disk", found.stderr)
     assert str(tmp_path / "single-task-reference") in found.stderr
     assert "`dualform paper single-task --seeds 1 --steps 20 --optimizer reference`" in page.read_text()
+    assert "on one in 10 test images of MNIST" in page.read_text()
+
+
+def test_the_command_for_every_image(call, tmp_path):
+    found = call("single-task", "--seeds", 1, "--steps", 20, "--every-image", "--out", tmp_path)
+    assert found.exit_code == 0, found.output
+    page = (tmp_path / "single-task-reference" / "index.md").read_text()
+    assert "--optimizer reference --every-image`" in page
+    assert "on all test images of MNIST" in page
 
 
 def test_the_command_as_json(call, tmp_path):

@@ -19,9 +19,6 @@ from dualform.paper.table import by_class, raw_totals, votes
 from dualform.paper.tasks import Task
 from dualform.paper.training import Progress, answers, network, train
 
-SOME = 10
-"""When the top slots were written is measured on every so many-th test image: 500 slots of each are counted."""
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -105,7 +102,7 @@ def _measured(
             measured["cross-task"] = claims.cross_task(apart, own)
         if thorough:
             best = attention[layer].best(10, absolute=True).slots.numpy()
-            some = dual.attend(task.test[::SOME])[layer].best(settings.top, absolute=True).slots.numpy()
+            some = dual.attend(task.test[:: settings.every])[layer].best(settings.top, absolute=True).slots.numpy()
             measured["wrong top"] = claims.wrong_top(best, rows, labels.numpy(), right.numpy())
             measured["hubs"] = claims.hubs(best, rows)
             measured["recency"] = claims.recency(some, rows, settings.steps)

@@ -229,7 +229,8 @@ def _hubs(seeds: Seeds, name: str) -> str:
 
 def _recency(seeds: Seeds, pictures: Mapping[str, Picture]) -> str:
     name = next(iter(seeds[0]["datasets"]))
-    rows = []
+    every, rows = seeds[0]["settings"]["every"], []
+    images = "all test images" if every == 1 else f"one in {every} test images"
     for layer in LAYERS:
         cells = [
             written(over(seeds, "datasets", name, "layers", layer, "recency", key, tenth), scale=100)
@@ -248,7 +249,7 @@ def _recency(seeds: Seeds, pictures: Mapping[str, Picture]) -> str:
     )
     return (
         f"### Are recent slots more important?\n\nThe share (%) of the top slots written in the first and in the last tenth of the "
-        f"training, on every tenth test image of {NAMES[name]}; chance gives 10 %.\n\n"
+        f"training, on {images} of {NAMES[name]}; chance gives 10 %.\n\n"
         + table(head, rows)
         + f"\n\n{_when(seeds, name)} In layer-0 all visits of an image weigh the same, and of equal slots the earlier one comes "
         "first: that its best 10 lean to the beginning is this rule, not the network.\n\n"

@@ -62,6 +62,8 @@ class Settings:
     test_images: int | None = None
     top: int = 500
     """How many slots of each class the curves show."""
+    every: int = 10
+    """When the top slots were written is measured on every so many-th test image: 500 slots of each are counted."""
 
     @property
     def preset(self) -> Preset:
@@ -101,6 +103,7 @@ class Order:
     reverse: bool = False
     long: bool = False
     raw_pixels: bool = False
+    every_image: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -113,6 +116,7 @@ class Order:
             long=self.long,
             seed=self.first,
             raw_pixels=self.raw_pixels,
+            **({"every": 1} if self.every_image else {}),
         )
 
     @property
@@ -130,7 +134,12 @@ class Order:
             "--steps": self.steps,
             "--optimizer": self.optimizer,
         }
-        flags = {"--reverse": self.reverse, "--long": self.long, "--raw-pixels": self.raw_pixels}
+        flags = {
+            "--reverse": self.reverse,
+            "--long": self.long,
+            "--raw-pixels": self.raw_pixels,
+            "--every-image": self.every_image,
+        }
         words = [f"{option} {value}" for option, value in numbers.items() if value is not None]
         return " ".join(["dualform paper", self.experiment, *words, *(flag for flag, on in flags.items() if on)])
 
