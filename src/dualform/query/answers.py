@@ -6,8 +6,8 @@ Attention, contributions and whatever comes later differ only in how a tile of s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -18,7 +18,7 @@ from dualform.dual.totals import View
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.query.groups import Groups
-from dualform.query.masks import Mask
+from dualform.query.masks import Bools, Mask
 from dualform.query.ranking import Best
 from dualform.query.slots import describe
 from dualform.store.reader import Store
@@ -179,9 +179,9 @@ class Answer(ABC):
         self, queries: slice, where: pl.Expr | str | None
     ) -> Iterator[tuple[Tensor, Tensor, SlotChunk, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
         """Tiles in the order of slot numbers: numbers (m,), scores (queries, m), the chunk, places in it."""
-        mask = None if where is None else Mask(self._store, where, self._end)
+        mask = self._mask(where)
         width = max(self.layer.d_in + self.layer.d_out, (queries.stop - queries.start) * self._terms)
-        for chunk in self._store.chunks(self.layer.name, end_step=self._end):
+        for chunk in self._chunks():
             kept = None if mask is None else mask(chunk)
             if kept is not None and not kept.any():
                 continue
@@ -195,6 +195,14 @@ class Answer(ABC):
                 if len(places) < high - low:
                     scores = scores[:, torch.from_numpy(places - low)]
                 yield torch.from_numpy(places + chunk.first_slot), scores, chunk, places
+
+    def _chunks(self) -> Iterator[Any]:
+        """What is scanned: chunks of slots, or what stands in their place."""
+        return self._store.chunks(self.layer.name, end_step=self._end)
+
+    def _mask(self, where: pl.Expr | str | None) -> Callable[[Any], Bools] | None:
+        """Which slots of a chunk take part; None: all."""
+        return None if where is None else Mask(self._store, where, self._end)
 
     def _sums(self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool) -> Sums:
         """Totals by group: kept ones, or by a scan."""

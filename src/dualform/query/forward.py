@@ -148,6 +148,11 @@ def _target(output: Any, target: Any, rows: int) -> Tensor:
             f"the model's output is {came}, not ({rows}, units). Say what the target is: a function of the output that "
             f"gives one number for each example, e.g. target=lambda output: output[:, -1, 7]."
         )
+    return output.gather(1, _numbers(output, target, rows).unsqueeze(1))[:, 0]
+
+
+def _numbers(output: Tensor, target: Any, rows: int) -> Tensor:
+    """The unit of each example that a target means, (rows,)."""
     units = output.shape[1]
     numbers = output.detach().argmax(1) if target is None else torch.as_tensor(target)
     if numbers.is_floating_point() or numbers.dtype == torch.bool or numbers.shape not in ((), (rows,)):
@@ -156,7 +161,33 @@ def _target(output: Any, target: Any, rows: int) -> Tensor:
         )
     if rows and not bool(((numbers >= 0) & (numbers < units)).all()):
         raise QuestionError(f"target={target!r}: the output has units 0 to {units - 1}.")
-    return output.gather(1, numbers.expand(rows).unsqueeze(1))[:, 0]
+    return numbers.expand(rows)
+
+
+def margin(
+    model: nn.Module,
+    inputs: Any,
+    rows: int | None,
+    target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
+) -> Callable[[Any], Tensor]:
+    """The margin of a class as a target: its logit less the logsumexp of all others, log(p / (1 − p)).
+
+    target: the class, one for each example, or None: the one that this model chooses, wherever the margin is then taken. A
+    function of the output stays as it is.
+    """
+    if callable(target):
+        return target
+    with torch.no_grad():
+        output = _call(model, inputs)
+    rows = _rows(inputs) if rows is None else rows
+    _target(output, target, rows)  # says what is wrong, if anything is
+    classes = _numbers(output, target, rows)
+
+    def taken(output: Tensor) -> Tensor:
+        chosen = torch.nn.functional.one_hot(classes.long(), output.shape[1]).bool()
+        return output[chosen] - output.masked_fill(chosen, -math.inf).logsumexp(1)
+
+    return taken
 
 
 def _slopes(target: Tensor, watches: Sequence[Watch]) -> list[list[Tensor | None]]:

@@ -33,7 +33,9 @@ from dualform.query.answers import Answer, check
 from dualform.query.attention import LayerAttention
 from dualform.query.compact import Compact, compacted_weights
 from dualform.query.contributions import LayerContributions
+from dualform.query.estimate import Settings, estimate
 from dualform.query.forward import Captured, run
+from dualform.query.influence import Influence
 from dualform.query.masks import Mask, condition_columns, over_groups
 from dualform.query.mislabelled import mislabelled
 from dualform.store.format import Mark
@@ -193,6 +195,51 @@ class Dual:
         return ByLayer(
             self.store,
             {name: self._contribution(name, c, captured.target, progress) for name, c in captured.layers.items()},
+        )
+
+    def influence(
+        self,
+        inputs: Any,
+        *,
+        target: Target = None,
+        method: str = "whitened",
+        layers: str | Collection[str] | None = None,
+        segments: int | Sequence[tuple[int, int]] = 15,
+        sample: str | None = None,
+        damping: float | None = None,
+        size: int = 32,
+        memory: int = 1 << 30,
+        rows: int | None = None,
+        progress: certificate.Progress | None = None,
+    ) -> Influence:
+        """What would change in a target without some of the training data: an estimate, positive for what supports it.
+
+        target: a class, one for each example, or None, the model's answer: its margin, log(p / (1 − p)); or a function of the
+        output that gives one number for each example. method: "whitened" (gradients with curvature between them; any loss),
+        "kernel" (the best; softmax cross-entropy, thousands of rows in a segment; memory: bytes for its N² numbers), "sketch" (the
+        kernel through size × size random numbers for each layer). segments: at most so many epochs, spread over the run, or
+        (begin, end) in steps; sample: the column by which epochs are counted, `sample_id` unless told. damping: relative to the
+        mean curvature, 0.3 for "whitened", 1 for the others.
+        """
+        if self._model is None:
+            raise QuestionError("influence() needs the model: dualform.open(path, model).")
+        self._needs_slots("influence")
+        if self.store.manifest.keep == "totals":
+            raise NotRecordedError(
+                f'influence() needs slots, but {self.store.folder} keeps totals only. Record with keep="slots".'
+            )
+        self._warn()
+        chosen = self._chosen(layers)
+        return estimate(
+            self.store,
+            [layer for layer in self._recorded() if layer.name in chosen],
+            self.end_step,
+            self.at_step,
+            inputs,
+            rows,
+            target,
+            Settings(method, segments, sample, damping, size, memory),
+            progress,
         )
 
     def masked(

@@ -1,0 +1,68 @@
+"""Curvature: for each linear map and segment, the mean key ⊗ key and the mean error ⊗ error.
+
+Their Kronecker product stands for the mean of gradient ⊗ gradient over samples, as in K-FAC; where a row has several positions, times
+their number, as if positions were independent of each other. Error signals count without the one over the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.influence.pairings import Pairing
+from dualform.layers.keys import Keys
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of one linear map in one segment, float64."""
+
+    keys: Tensor
+    """(groups, width + 1, width + 1), the constant last, (groups, width, width) if there is none; of one-hot keys: (width,)."""
+    errors: Tensor
+    """(groups, outputs, outputs)"""
+    positions: float
+    """Slots for each row."""
+
+
+class Sums:
+    """The same, while slots are added."""
+
+    def __init__(self, pairing: Pairing):
+        self._pairing = pairing
+        width = pairing.width + bool(pairing.constant)
+        shape = (pairing.width,) if pairing.numbers else (pairing.groups, width, width)
+        self.keys = torch.zeros(shape, dtype=torch.float64)
+        self.errors = torch.zeros(pairing.groups, pairing.outputs, pairing.outputs, dtype=torch.float64)
+        self.slots, self.rows = 0, 0
+
+    def add(self, keys: Keys, errors: Tensor, batch: Tensor, positions: int) -> None:
+        """errors (slots, d_out) as they are; batch (rows,): by what they are multiplied."""
+        pairing = self._pairing
+        taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
+        self.slots, self.rows = self.slots + len(apart), self.rows + len(batch)
+        apart = apart * batch.repeat_interleave(positions)[:, None, None]
+        self.errors += _squares(apart)
+        if pairing.numbers:
+            self.keys += torch.bincount(taken[taken >= 0], minlength=pairing.width)
+            return
+        width = pairing.width
+        self.keys[:, :width, :width] += _squares(taken)
+        if pairing.constant:
+            sums = pairing.constant * taken.sum(0).double()
+            self.keys[:, :width, width] += sums
+            self.keys[:, width, :width] += sums
+            self.keys[:, width, width] += pairing.constant**2 * len(apart)
+
+    def factors(self) -> Factors:
+        """The means."""
+        count = max(1, self.slots)
+        return Factors(self.keys / count, self.errors / count, self.slots / max(1, self.rows))
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    """(n, groups, d) → (groups, d, d)."""
+    apart = vectors.transpose(0, 1)
+    return (apart.transpose(1, 2) @ apart).double()

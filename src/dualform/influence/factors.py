@@ -1,0 +1,128 @@
+"""The factors of a run: curvature of every linear map in every segment, built from slots and kept beside them.
+
+What is kept is a convenience, not part of the store: it is named by what it was built from, and built again when that changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from dualform.influence.curvature import Factors, Sums
+from dualform.influence.pairings import pairings
+from dualform.influence.pieces import Piece
+from dualform.influence.segments import Segment
+from dualform.layers.streams import Layer
+from dualform.store.folder import flush_folder
+from dualform.store.format import SLOTS, File, checksum
+from dualform.store.mapped import TensorFile
+from dualform.store.reader import Store
+from dualform.store.safe import write_tensors
+
+SLOTS_TAKEN = 16384
+"""So many slots of a segment give a layer's curvature, from steps spread over it."""
+STEPS_TAKEN = 16
+"""From so many steps at least, if there are as many."""
+
+Progress = Callable[[str, int, int], None]
+ByLayer = dict[str, list[Factors]]
+
+
+def factors(
+    store: Store, layers: Sequence[Layer], segments: Sequence[Segment], progress: Progress | None = None
+) -> list[ByLayer]:
+    """For each segment and layer the factors of the layer's maps: those kept beside the store, or built and then kept."""
+    found: list[ByLayer] = [{} for _ in segments]
+    work = [(place, layer) for place in range(len(segments)) for layer in layers]
+    for done, (place, layer) in enumerate(work):
+        if progress is not None:
+            progress("curvature", done, len(work))
+        found[place][layer.name] = _factors(store, layer, segments[place])
+    if progress is not None:
+        progress("curvature", len(work), len(work))
+    return found
+
+
+def _factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
+    name = _name(store, layer, segment)
+    kept = _kept(store, layer, name)
+    if kept is not None:
+        return kept
+    built = built_factors(store, layer, segment)
+    tensors = {
+        f"{n}.{part}": [tensor.numpy()]
+        for n, one in enumerate(built)
+        for part, tensor in (
+            ("keys", one.keys),
+            ("errors", one.errors),
+            ("positions", torch.tensor([one.positions], dtype=torch.float64)),
+        )
+    }
+    with contextlib.suppress(OSError):  # a store that cannot be written answers all the same
+        unfinished = store.folder / f".{name}"
+        write_tensors(unfinished, tensors)
+        unfinished.replace(store.folder / name)
+        flush_folder(store.folder)
+    return built
+
+
+def built_factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
+    """From slots, spread evenly over the segment."""
+    dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
+    maps = pairings(layer)
+    sums = [Sums(pairing) for pairing in maps]
+    for piece in _spread(store, layer, segment):
+        keys, errors, batch = piece.keys(dtype), piece.errors(dtype), piece.batch(dtype)
+        for one in sums:
+            one.add(keys, errors, batch, piece.positions)
+    return [one.factors() for one in sums]
+
+
+def _spread(store: Store, layer: Layer, segment: Segment) -> Iterator[Piece]:
+    """Some rows of some calls: at most about SLOTS_TAKEN slots."""
+    calls = []
+    for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end):
+        here = np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0))
+        calls += [(chunk, block) for block in here.tolist()]
+    if not calls:
+        return
+    slots = float(np.mean([chunk.counts[block] for chunk, block in calls]))
+    count = min(len(calls), max(STEPS_TAKEN, round(SLOTS_TAKEN / slots)))
+    share = min(1.0, SLOTS_TAKEN / (count * slots))
+    for place in np.linspace(0, len(calls) - 1, count).round().astype(int).tolist():
+        chunk, block = calls[place]
+        first, rows = int(chunk.blocks[block, 3]), max(1, round(share * int(chunk.blocks[block, 4])))
+        positions, start = int(chunk.blocks[block, 5]), int(chunk.starts[block])
+        yield Piece(chunk, start, start + rows * positions, positions, first)
+
+
+# What is kept
+
+
+def _name(store: Store, layer: Layer, segment: Segment) -> str:
+    """The file's name says what it was built from: the slots, the segment, and how many are taken."""
+    chunks = [c for c in store.manifest.chunks if c.first_step < segment.end and c.end_step > segment.begin]
+    content = [
+        asdict(layer), segment.begin, segment.end, SLOTS_TAKEN, STEPS_TAKEN,
+        [[c.first_step, c.end_step, c.files[SLOTS].checksum] for c in chunks],
+    ]  # fmt: skip
+    return f"curvature-{checksum(json.dumps(content).encode())}.safetensors"
+
+
+def _kept(store: Store, layer: Layer, name: str) -> list[Factors] | None:
+    path = store.folder / name
+    if not path.is_file():
+        return None
+    with path.open("rb") as handle:
+        length = handle.read(8)
+        header = length + handle.read(int.from_bytes(length, "little"))
+    file = TensorFile(path, File(path.stat().st_size, checksum(header)))
+    return [
+        Factors(file[f"{n}.keys"], file[f"{n}.errors"], float(file[f"{n}.positions"]))
+        for n in range(len(pairings(layer)))
+    ]

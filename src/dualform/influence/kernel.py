@@ -1,0 +1,169 @@
+"""The path kernel: inner products of the gradients of all rows of a segment, for a softmax cross-entropy.
+
+K_ij = Σ over linear maps ⟨G_i, G_j⟩ with G a row's gradient; D = √(p / (1 − p)), p the probability that a row gave its label. The scores of a
+query solve a ridge regression among the rows: a = (DKD + μI)⁻¹ D k_q, score = −a / D = −(k_q − K D a) / μ, μ a part λ of the mean
+diagonal. The last form adds up over layers. It costs N³/3 for each segment and N² numbers of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.errors import QuestionError
+from dualform.influence.asked import ByLayer
+from dualform.influence.pairings import Pairing, pairings
+from dualform.influence.pieces import Window, pieces_in, windows
+from dualform.influence.segments import Segment
+from dualform.influence.softmax import Misfit
+from dualform.influence.whitened import plain, with_constant
+from dualform.layers.streams import Layer
+from dualform.store.reader import Store
+
+DAMPING = 1.0
+"""λ"""
+MEMORY = 1 << 30
+"""How much the kernel of a segment may take, in bytes."""
+ROWS = 1024
+"""So many rows are looked at at a time."""
+GRADIENT_BYTES = 256 << 20
+"""How much the gradients of all rows may take, where rows have several positions: a part of the outputs at a time."""
+
+
+def kernel_scores(
+    store: Store,
+    layers: Sequence[Layer],
+    segment: Segment,
+    question: ByLayer,
+    misfit: Misfit,
+    damping: float,
+    memory: int,
+) -> Tensor:
+    """The scores of a segment's rows, by layer, (layers, examples, rows): they add up over layers."""
+    dtype = next(one.slopes.dtype for maps in question.values() for one in maps)
+    count = segment.end_row - segment.first_row
+    if count**2 * dtype.itemsize > memory:
+        most = int((memory / dtype.itemsize) ** 0.5)
+        raise QuestionError(
+            f"the segment from step {segment.begin} to {segment.end} has {count:,} rows, and their kernel needs "
+            f'{count**2 * dtype.itemsize / 1e9:.1f} GB; with memory={memory:,} bytes there may be {most:,}. Ask method="sketch" or '
+            f'"whitened", which grow with the rows and not with their square, or say memory=, or shorter segments=.'
+        )
+    weights = misfit.weights(Window(0, segment.first_row, segment.end_row), dtype)
+    kernel = torch.zeros(count, count, dtype=dtype)
+    for layer in layers:
+        for pairing in pairings(layer):
+            _add_gram(store, layer, pairing, segment, kernel)
+    kernel *= weights
+    kernel *= weights[:, None]
+    mean = kernel.diagonal().mean()
+    added = torch.where(mean > 0, damping * mean, 1)
+    kernel.diagonal().add_(added)
+    torch.linalg.cholesky(kernel, out=kernel)
+    along = torch.stack([_with_queries(store, layer, segment, question) for layer in layers])
+    solved = torch.cholesky_solve((along.sum(0) * weights).T, kernel).T * weights
+    for own, layer in zip(along, layers, strict=True):  # what is left of each layer's part of the regression
+        kernel.zero_()
+        for pairing in pairings(layer):
+            _add_gram(store, layer, pairing, segment, kernel)
+        own -= solved @ kernel
+    return along / -added
+
+
+def _with_queries(store: Store, layer: Layer, segment: Segment, question: ByLayer) -> Tensor:
+    """⟨the query's gradient, each row's⟩ in one layer, (examples, rows)."""
+    maps = question[layer.name]
+    dtype, examples = maps[0].slopes.dtype, maps[0].slopes.shape[0]
+    found = torch.zeros(examples, segment.end_row - segment.first_row, dtype=dtype)
+    products = [plain(one.pairing, one.queries, one.slopes) for one in maps]
+    for window in windows(store, segment.first_row, segment.end_row, ROWS):
+        first = window.begin - segment.first_row
+        for here, piece, keys, errors in pieces_in(store, layer, window, dtype):
+            place = slice(first + here.start, first + here.stop)
+            for one, product in zip(maps, products, strict=True):
+                taken, apart = one.pairing.key_side(keys), one.pairing.error_side(keys, errors)
+                found[:, place] += product.of_rows(slice(0, examples), taken, apart, piece.positions) * piece.batch(
+                    dtype
+                )
+    return found
+
+
+# The kernel
+
+
+def _add_gram(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+    """Add what one linear map says."""
+    if pairing.numbers:
+        _add_one_hot(store, layer, pairing, segment, kernel)
+    elif pairing.groups == 1 and _one_slot_a_row(store, layer, segment):
+        _add_outer(store, layer, pairing, segment, kernel)
+    else:
+        _add_gradients(store, layer, pairing, segment, kernel)
+
+
+def _one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
+    chunks = store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
+    return all(bool(((chunk.blocks[:, 2] == 0) & (chunk.blocks[:, 5] == 1)).all()) for chunk in chunks)
+
+
+def _add_outer(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+    """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
+    keys = kernel.new_zeros(len(kernel), pairing.width)
+    errors = kernel.new_zeros(len(kernel), pairing.outputs)
+    for place, taken, apart, _ in _sides(store, layer, pairing, segment, kernel.dtype):
+        keys[place], errors[place] = taken[:, 0], apart[:, 0]
+    for low in range(0, len(kernel), ROWS):
+        some = slice(low, low + ROWS)
+        kernel[some] += (keys[some] @ keys.T + pairing.constant**2) * (errors[some] @ errors.T)
+
+
+def _add_gradients(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+    """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
+    width = pairing.groups * (pairing.width + 1)
+    size = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
+    for low in range(0, pairing.outputs, size):
+        some = slice(low, min(low + size, pairing.outputs))
+        gradients = kernel.new_zeros(len(kernel), width * (some.stop - some.start))
+        for place, taken, apart, positions in _sides(store, layer, pairing, segment, kernel.dtype):
+            extended = with_constant(pairing, taken)
+            rows = place.stop - place.start
+            apart, extended = (t.reshape(rows, positions, *t.shape[1:]) for t in (apart[..., some], extended))
+            gradients[place] += torch.einsum("rpgo,rpgw->rgow", apart, extended).reshape(rows, -1)
+        kernel.addmm_(gradients, gradients.T)
+
+
+def _add_one_hot(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+    """Only rows with the same number have something in common: number by number."""
+    found = [
+        (np.repeat(np.arange(place.start, place.stop), positions), taken.numpy(), apart[:, 0])
+        for place, taken, apart, positions in _sides(store, layer, pairing, segment, kernel.dtype)
+    ]
+    if not found:
+        return
+    rows, numbers = (np.concatenate(some) for some in list(zip(*found, strict=True))[:2])
+    errors = torch.cat([apart for _, _, apart in found])
+    order = np.lexsort((rows, numbers))
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-2))
+    for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
+        if numbers[order[low]] < 0:  # a key of zeros
+            continue
+        mine, places = np.unique(rows[order[low:high]], return_inverse=True)
+        sums = errors.new_zeros(len(mine), pairing.outputs).index_add_(
+            0, torch.from_numpy(places), errors[torch.from_numpy(order[low:high])]
+        )
+        kernel[np.ix_(mine, mine)] += sums @ sums.T
+
+
+def _sides(
+    store: Store, layer: Layer, pairing: Pairing, segment: Segment, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
+    """Rows of the segment, key sides, error sides without one over the batch, positions."""
+    for window in windows(store, segment.first_row, segment.end_row, ROWS):
+        first = window.begin - segment.first_row
+        for here, piece, keys, errors in pieces_in(store, layer, window, dtype):
+            batch = piece.batch(dtype).repeat_interleave(piece.positions)
+            apart = pairing.error_side(keys, errors) * batch[:, None, None]
+            yield slice(first + here.start, first + here.stop), pairing.key_side(keys), apart, piece.positions

@@ -1,0 +1,85 @@
+"""The scores of rows and slots, by whichever method: what answers about influence ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dualform.influence.pairings import Pairing, pairings
+from dualform.influence.pieces import Window, batch_sizes, pieces_in
+from dualform.influence.segments import Segment
+from dualform.layers.streams import Layer
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
+
+
+class OfSlots(Protocol):
+    """Scores that are linear in slots: Products, OneHotProducts, SketchedProducts."""
+
+    def of_slots(self, some: slice, keys: Tensor, errors: Tensor) -> Tensor:
+        """(examples, n)."""
+
+    def of_rows(self, some: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
+        """(examples, n / positions)."""
+
+
+class Scored(Protocol):
+    """A method's scores for some queries."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What was looked at."""
+
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+        """The scores of some queries for the rows of a window in segment `number`, summed over layers: (queries, rows)."""
+
+
+@dataclass(frozen=True)
+class LinearScores:
+    """Of a method that is linear in slots, by segment and layer."""
+
+    store: Store
+    segments: Sequence[Segment]
+    products: Sequence[Mapping[str, Sequence[OfSlots]]]
+
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+        """(queries, rows)"""
+        found = torch.zeros(some.stop - some.start, window.end - window.begin, dtype=dtype)
+        for layer in layers:
+            maps = self._maps(number, layer)
+            for here, piece, keys, errors in pieces_in(self.store, layer, window, dtype):
+                batch = piece.batch(dtype)
+                for pairing, product in maps:
+                    taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
+                    found[:, here] += product.of_rows(some, taken, apart, piece.positions).mul_(batch)
+        return found
+
+    def slots(self, number: int, chunk: SlotChunk, low: int, high: int, some: slice, dtype: torch.dtype) -> Tensor:
+        """The scores of some queries for the slots low to high of a chunk, all in segment `number`: (queries, slots)."""
+        found = torch.zeros(some.stop - some.start, high - low, dtype=dtype)
+        keys, errors = chunk.keys(dtype, low, high), chunk.errors(dtype, low, high)
+        for pairing, product in self._maps(number, chunk.layer):
+            found += product.of_slots(some, pairing.key_side(keys), pairing.error_side(keys, errors))
+        return found.mul_(torch.from_numpy(batch_sizes(chunk)[low:high]).to(dtype))
+
+    def _maps(self, number: int, layer: Layer) -> list[tuple[Pairing, OfSlots]]:
+        return list(zip(pairings(layer), self.products[number].get(layer.name, ()), strict=False))
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Of a method that knows rows only: by segment (layers, queries, rows)."""
+
+    layers: Sequence[str]
+    segments: Sequence[Segment]
+    scores: Sequence[Tensor]
+
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+        """(queries, rows)"""
+        first = self.segments[number].first_row
+        places = [self.layers.index(layer.name) for layer in layers]
+        return self.scores[number][places, some, window.begin - first : window.end - first].sum(0).to(dtype)

@@ -1,0 +1,74 @@
+"""Softmax cross-entropy, recognised by its error signals: p − onehot(label), one negative entry, and a sum of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dualform.errors import NotRecordedError
+from dualform.influence.pieces import Window, pieces_in, windows
+from dualform.influence.segments import Segment
+from dualform.layers.streams import Layer
+from dualform.store.reader import Store
+
+TOLERANCE = 2e-3
+"""Of a float16 store: an element keeps 11 bits."""
+LEAST = 1e-4
+"""A smaller p cannot be told from zero by 1 − p in float16."""
+ROWS = 8192
+"""So many rows are looked at at a time."""
+
+
+def misfit(errors: Tensor, layer: str) -> Tensor:
+    """1 − p of each row's label, (rows,), from the error signals of the logits (rows, classes), without one over the batch."""
+    negative = (errors < 0).sum(1)
+    size = errors.abs().sum(1)
+    fits = (negative == 1) & (errors.sum(1).abs() <= TOLERANCE * size) | (size == 0)
+    if not bool(fits.all()):
+        raise NotRecordedError(
+            f"the error signals of layer {layer!r} are not those of a softmax cross-entropy with one label for each row: "
+            f'{int((~fits).sum())} of {len(fits)} rows differ. The methods "kernel" and "sketch" need that loss; ask '
+            f'method="whitened", which fits any.'
+        )
+    found = -errors.clamp(max=0).sum(1)
+    if bool((found > 1 + TOLERANCE).any()):
+        raise NotRecordedError(
+            f"the error signals of layer {layer!r} are larger than those of a cross-entropy averaged over the rows of a batch: "
+            f'1 − p would be {float(found.max()):.3g}. Ask method="whitened", to which the scale of the loss does not matter.'
+        )
+    return found.clamp(max=1)
+
+
+class Misfit:
+    """1 − p of every row's label in a segment."""
+
+    def __init__(self, store: Store, segment: Segment, layer: Layer):
+        """layer: the one whose output is the logits."""
+        self._first = segment.first_row
+        self._found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float64)
+        for window in windows(store, segment.first_row, segment.end_row, ROWS):
+            for here, piece, _, errors in pieces_in(store, layer, window, torch.float64):
+                if piece.positions != 1:
+                    raise NotRecordedError(
+                        f"layer {layer.name!r} has {piece.positions} positions for each row, hence several labels. The methods "
+                        f'"kernel" and "sketch" are for one label a row; ask method="whitened".'
+                    )
+                place = slice(*(window.begin - self._first + n for n in (here.start, here.stop)))
+                self._found[place] = misfit(errors * piece.batch(torch.float64)[:, None], layer.name)
+
+    def weights(self, window: Window, dtype: torch.dtype) -> Tensor:
+        """√(p / (1 − p)) of the rows of a window; 0 where p is 1, for then there is no error signal."""
+        found = self._found[window.begin - self._first : window.end - self._first]
+        return torch.where(found > 0, ((1 - found).clamp(min=LEAST) / found.clamp(min=LEAST**2)).sqrt(), 0).to(dtype)
+
+
+def logits(layers: Sequence[Layer]) -> Layer:
+    """The layer whose output is taken for the logits: the last one that is a linear map of all its outputs."""
+    found = [layer for layer in layers if layer.attends]
+    if not found or found[-1].outputs:
+        raise NotRecordedError(
+            'the methods "kernel" and "sketch" need the error signals of all logits, and no layer has them. Ask method="whitened".'
+        )
+    return found[-1]

@@ -1,0 +1,57 @@
+"""Each method beside its dense reference in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from reference import influence as reference
+from training import samples
+
+SEGMENTS = [(0, 2), (2, 4), (4, 6)]
+UNITS = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def everything(answer):
+    """(queries, rows)."""
+    return torch.cat([scores for _, scores in answer.scores()], 1).numpy()
+
+
+def test_whitened_is_the_dense_one_in_each_layer_and_in_sum(trained, asked):
+    found = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS)
+    expected = np.concatenate(
+        [reference.whitened(trained, *samples(), segment, asked, UNITS, ["0", "2"]) for segment in SEGMENTS], axis=2
+    )
+    for place, layer in enumerate(("0", "2")):
+        np.testing.assert_allclose(everything(found[layer]), expected[place], rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(everything(found), expected.sum(0), rtol=1e-8, atol=1e-10)
+
+
+def test_the_kernel_is_the_dense_one(trained, asked):
+    found = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS, method="kernel")
+    expected = np.concatenate(
+        [reference.kernel(trained, *samples(), segment, asked, UNITS) for segment in SEGMENTS], axis=1
+    )
+    np.testing.assert_allclose(everything(found), expected, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(everything(found["0"]) + everything(found["2"]), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_sketch_as_large_as_the_gradients_is_the_kernel(trained, asked):
+    kernel = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS, method="kernel")
+    sketch = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS, method="sketch", size=8)
+    np.testing.assert_allclose(everything(sketch), everything(kernel), rtol=1e-7, atol=1e-10)
+    for layer in ("0", "2"):
+        np.testing.assert_allclose(everything(sketch[layer]), everything(kernel[layer]), rtol=1e-7, atol=1e-10)
+
+
+def test_a_smaller_sketch_comes_near(trained, asked):
+    kernel, sketch = (
+        everything(trained.dual.influence(asked, target=UNITS, segments=SEGMENTS, method=method, size=4))
+        for method in ("kernel", "sketch")
+    )
+    assert np.corrcoef(kernel.ravel(), sketch.ravel())[0, 1] > 0.5
+    assert not np.allclose(kernel, sketch, rtol=1e-3)
