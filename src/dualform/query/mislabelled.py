@@ -90,13 +90,14 @@ class _Evidence:
             return
         least, unit = errors.min(1)
         size = errors.abs().sum(1)
-        # Probabilities less one 1: they sum to nothing, and all but the label's are at least 0 (float16 rounds them to 2^-11)
-        sums = (errors.sum(1).abs() <= 2e-3 * size) & ((errors < 0).sum(1) <= 1) & (least >= -1.002)
+        # Probabilities less one 1: they sum to nothing, and all but the label's are at least 0; but float16 keeps 11 bits of them,
+        # and where p is nearly 1 the difference has few bits left
+        sums = (errors.sum(1).abs() <= 2e-3 * size + 1e-5) & ((errors < 0).sum(1) <= 1) & (least >= -1.002)
         self._softmax &= bool(sums.all())
         self._sums.index_add_(0, places, errors.double())
         self._missing.index_add_(0, places, -least.clamp(max=0).double())
         self._wrong.index_add_(0, places, (errors.max(1).values > 1 + least).long())
-        some = size > 0  # nothing is to be learnt where p is 1 already
+        some = least < 0  # the label of what is learnt to the last bit shows at other visits
         self._lowest.scatter_reduce_(0, places[some], unit[some], "amin")
         self._highest.scatter_reduce_(0, places[some], unit[some], "amax")
 
