@@ -189,3 +189,39 @@ class Lines:
     series: tuple[Line, ...]
     log_x: bool = False
     log_y: bool = False
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A token of the training text with what stands around it, and the weight with which it is read."""
+
+    before: str
+    token: str
+    after: str
+    title: str
+    """Of the fable or article."""
+    weight: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one vector reads from the training text, best first."""
+
+    name: str
+    spots: tuple[Spot, ...]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Self-attention as two levels: over the prompt by softmax, and from each of its tokens to the training text."""
+
+    tokens: tuple[str, ...]
+    """Of the prompt; the last one asks."""
+    shares: Numbers
+    """(heads, tokens): the softmax of the last token."""
+    asked: Reading
+    """The last token's own vector."""
+    attended: dict[int, Reading]
+    """By place in the prompt: tokens with the largest shares."""
+    heads: tuple[Reading, ...]
+    """What the tokens' vectors, mixed by a head's softmax, read."""

@@ -1,19 +1,11 @@
 """The paper's queries are found in texts whatever the line ends and rare words; the rule for others."""
 
-import numpy as np
 import pytest
+from made import made
 
 from dualform.errors import DataError
 from dualform.paper.language import text as texts
 from dualform.paper.language.queries import TABLES, Query, Search, chosen, papers
-from dualform.paper.language.text import Part, Text
-
-
-def made(test, unit, train="a"):
-    """A text of these tokens."""
-    parts = [texts.split(one, unit) for one in (train, test)]
-    vocabulary = tuple(dict.fromkeys(parts[0] + parts[1]))
-    return Text("made", unit, vocabulary, *(Part(np.array([vocabulary.index(t) for t in p], np.int32)) for p in parts))
 
 
 @pytest.mark.parametrize(
