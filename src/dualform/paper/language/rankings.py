@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from dualform.paper.language.lexical import Flags, Scores
+from dualform.paper.language.lexical import Flags, Ints, Scores
 
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -70,3 +70,29 @@ def agreement(one: Scores, other: Scores, length: int, ks: Sequence[int]) -> Agr
     overlap = {k: len(np.intersect1d(order(mine, k), order(its, k))) / k for k in ks}
     spearman = pl.select(pl.corr(pl.Series(mine), pl.Series(its), method="spearman")).item()
     return Agreement(len(starts), overlap, float("nan") if spearman is None else float(spearman))
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What stands at the positions with the most attention."""
+
+    same_token: float
+    """The share of them where the token that asks stands."""
+    ending: float
+    """How many tokens up to the position are the prompt's last ones, in the mean."""
+    answer: float
+    """The share of them after which the model's answer stands."""
+
+    @staticmethod
+    def mean(several: Sequence[Retrieved]) -> Retrieved:
+        """Over queries."""
+        columns = zip(*(astuple(one) for one in several), strict=True)
+        return Retrieved(*(sum(column) / len(several) for column in columns))
+
+
+def retrieved(ids: Ints, best: Places, ending: Scores, answer: int) -> Retrieved:
+    """ids (positions,): the training text; ending: common with the prompt at each position, as common_ending() gives it."""
+    after = ids[np.minimum(best + 1, len(ids) - 1)]
+    return Retrieved(
+        *(float(some.mean()) if len(best) else 0.0 for some in (ending[best] > 0, ending[best], after == answer))
+    )

@@ -19,9 +19,10 @@ from dualform.figures.retrieval import visible
 from dualform.paper.language import text as texts
 from dualform.paper.language.marking import marked
 from dualform.paper.language.queries import chosen, papers
+from dualform.paper.language.rankings import Retrieved
 from dualform.paper.language.training import bits
 from dualform.paper.language.transformer import Settings, built, evaluate, train
-from dualform.paper.language.two_levels import BEST, Levels, Retrieved, TwoLevels
+from dualform.paper.language.two_levels import BEST, Levels, TwoLevels
 from dualform.paper.section import percent, table
 from dualform.paper.training import Progress
 

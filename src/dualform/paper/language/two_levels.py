@@ -20,8 +20,9 @@ import dualform
 from dualform.figures.results import Reading, Retrieval, Spot
 from dualform.figures.retrieval import visible
 from dualform.paper.language.lexical import Scores, common_ending
+from dualform.paper.language.positions import Positions
 from dualform.paper.language.queries import Query
-from dualform.paper.language.rankings import order, passages
+from dualform.paper.language.rankings import Retrieved, order, passages, retrieved
 from dualform.paper.language.text import Text
 from dualform.paper.language.transformer import PLACE, Transformer, layer
 
@@ -42,8 +43,9 @@ class TwoLevels:
         model = dual.primal()
         assert isinstance(model, Transformer)
         self.model = model
-        self._recorded = dualform.open(dual.store.folder)  # without its model: asked with vectors
-        self._visits: Scores | None = None
+        self._positions = [
+            Positions(dual.store.folder, layer(block), PLACE, len(text.train)) for block in range(len(model.blocks))
+        ]
 
     def read(self, query: Query) -> Tensor:
         """(1, tokens): what the model reads, no longer than its window."""
@@ -64,18 +66,8 @@ class TwoLevels:
         return self.model.shares(read)[block][0, :, -1], vectors
 
     def first_level(self, vectors: Tensor, block: int) -> Scores:
-        """(vectors, positions): key · vector for each position of the training text, in the mean over its visits.
-
-        Sums would put those first that the last, unfinished epoch has visited once more.
-        """
-        attention = self._recorded.attend({layer(block): vectors})[layer(block)]
-        totals, scores = attention.total(PLACE), np.zeros((len(vectors), len(self._text.train)))
-        scores[totals["query"].to_numpy(), totals[PLACE].to_numpy()] = totals["total"].to_numpy()
-        if self._visits is None:
-            self._visits = np.ones(len(self._text.train))
-            seen = self._recorded.attend({layer(block): vectors[:1]})[layer(block)].top(len(self._visits), by=PLACE)
-            self._visits[seen[PLACE].to_numpy()] = seen["visits"].to_numpy()
-        return scores / self._visits
+        """(vectors, positions): key · vector for each position of the training text."""
+        return self._positions[block](vectors)
 
     def look(self, query: Query, block: int) -> Retrieval:
         """Both levels for one query in one block."""
@@ -105,21 +97,18 @@ class TwoLevels:
         text, found = self._text, [self.levels(query, block) for query in queries]
         bits = torch.stack([torch.special.entr(shares.double()).sum(1) for shares, _ in found]) / math.log(2)
         back = torch.stack([s.double() @ torch.arange(s.shape[1] - 1, -1, -1).double() for s, _ in found])
-        asked, mixed = list[list[float]](), list[list[float]]()
+        asked, mixed = list[Retrieved](), list[Retrieved]()
         for query, (shares, vectors) in zip(queries, found, strict=True):
             answer = int(self.answer(query).argmax())
             ending = common_ending(text.train.ids, query.prompt(text), most=self._window)
             for number, scores in enumerate(self.first_level(torch.cat([vectors[-1:], shares @ vectors]), block)):
-                best = order(scores, BEST)
-                after = text.train.ids[np.minimum(best + 1, len(text.train) - 1)]
-                numbers = [(ending[best] > 0).mean(), ending[best].mean(), (after == answer).mean()]
-                (mixed if number else asked).append(numbers)
+                (mixed if number else asked).append(retrieved(text.train.ids, order(scores, BEST), ending, answer))
         return Levels(
             block,
             bits.mean(0).tolist(),
             back.mean(0).tolist(),
-            Retrieved(*np.mean(asked, 0).tolist()),
-            Retrieved(*np.mean(mixed, 0).tolist()),
+            Retrieved.mean(asked),
+            Retrieved.mean(mixed),
         )
 
     def _reading(self, name: str, scores: Scores, without: Sequence[int]) -> Reading:
@@ -128,18 +117,6 @@ class TwoLevels:
             one = self._text.passage(position, AROUND)
             found.append(Spot(one.before, one.token, one.after, one.title, float(scores[position])))
         return Reading(name, tuple(found))
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """Of the positions with the most attention, over many queries."""
-
-    same_token: float
-    """The share at which the token that asks stands."""
-    ending: float
-    """How many tokens up to the position are the prompt's last ones."""
-    answer: float
-    """The share after which the model's answer stands."""
 
 
 @dataclass(frozen=True)
