@@ -36,13 +36,13 @@ class Sums:
         shape = (pairing.width,) if pairing.numbers else (pairing.groups, width, width)
         self.keys = torch.zeros(shape, dtype=torch.float64)
         self.errors = torch.zeros(pairing.groups, pairing.outputs, pairing.outputs, dtype=torch.float64)
-        self.slots, self.rows = 0, 0
+        self.slots = 0
 
     def add(self, keys: Keys, errors: Tensor, batch: Tensor, positions: int) -> None:
         """errors (slots, d_out) as they are; batch (rows,): by what they are multiplied."""
         pairing = self._pairing
         taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
-        self.slots, self.rows = self.slots + len(apart), self.rows + len(batch)
+        self.slots += len(apart)
         apart = apart * batch.repeat_interleave(positions)[:, None, None]
         self.errors += _squares(apart)
         if pairing.numbers:
@@ -56,10 +56,10 @@ class Sums:
             self.keys[:, width, :width] += sums
             self.keys[:, width, width] += pairing.constant**2 * len(apart)
 
-    def factors(self) -> Factors:
-        """The means."""
+    def factors(self, positions: float) -> Factors:
+        """The means. positions: slots for each row."""
         count = max(1, self.slots)
-        return Factors(self.keys / count, self.errors / count, self.slots / max(1, self.rows))
+        return Factors(self.keys / count, self.errors / count, positions)
 
 
 def _squares(vectors: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from dualform.store.format import SLOTS, File, checksum
 from dualform.store.mapped import TensorFile
 from dualform.store.reader import Store
 from dualform.store.safe import write_tensors
+from dualform.store.slots import SlotChunk
 
 SLOTS_TAKEN = 16384
 """So many slots of a segment give a layer's curvature, from steps spread over it."""
@@ -74,21 +75,23 @@ def _factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
 def built_factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
     """From slots, spread evenly over the segment."""
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
-    maps = pairings(layer)
-    sums = [Sums(pairing) for pairing in maps]
-    for piece in _spread(store, layer, segment):
+    calls = [
+        (chunk, block)
+        for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
+        for block in np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)).tolist()
+    ]
+    sums = [Sums(pairing) for pairing in pairings(layer)]
+    for piece in _spread(calls):
         keys, errors, batch = piece.keys(dtype), piece.errors(dtype), piece.batch(dtype)
         for one in sums:
             one.add(keys, errors, batch, piece.positions)
-    return [one.factors() for one in sums]
+    slots = sum(int(chunk.counts[block]) for chunk, block in calls)
+    rows = sum(int(chunk.blocks[block, 4]) for chunk, block in calls if chunk.blocks[block, 2] == 0)
+    return [one.factors(slots / max(1, rows)) for one in sums]
 
 
-def _spread(store: Store, layer: Layer, segment: Segment) -> Iterator[Piece]:
+def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
     """Some rows of some calls: at most about SLOTS_TAKEN slots."""
-    calls = []
-    for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end):
-        here = np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0))
-        calls += [(chunk, block) for block in here.tolist()]
     if not calls:
         return
     slots = float(np.mean([chunk.counts[block] for chunk, block in calls]))

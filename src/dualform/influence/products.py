@@ -85,10 +85,10 @@ class OneHotProducts:
     """
 
     def __init__(self, numbers: Tensor, slopes: Tensor):
-        examples, positions = numbers.shape
+        positions = numbers.shape[1]
         order = numbers.reshape(-1).argsort(stable=True)
         self._numbers = numbers.reshape(-1)[order].numpy()
-        self._slopes = slopes.reshape(examples * positions, -1)[order]
+        self._slopes = slopes.flatten(0, 2)[order]
         self._example = order // max(positions, 1)
 
     def of_slots(self, some: slice, keys: Tensor, errors: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ class OneHotProducts:
         found = errors.new_zeros(len(keys), some.stop - some.start)
         order = keys.argsort(stable=True)
         numbers = keys[order].numpy()
-        for number in np.intersect1d(numbers, self._numbers).tolist():
+        shared = np.intersect1d(numbers, self._numbers)
+        for number in shared[shared >= 0].tolist():  # −1 is a key of zeros
             low, high = np.searchsorted(numbers, [number, number + 1])
             first, last = np.searchsorted(self._numbers, [number, number + 1])
             examples = self._example[first:last]

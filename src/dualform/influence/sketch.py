@@ -50,7 +50,7 @@ class Projections:
     def of_rows(self, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
         """Σ over positions and groups, (rows, size); keys (n, groups, width) or (n,), errors (n, groups, outputs)."""
         if self.pairing.numbers:
-            taken = self.keys[keys].unsqueeze(1)
+            taken = torch.where(keys[:, None] >= 0, self.keys[keys.clamp(min=0)], 0).unsqueeze(1)
         else:
             taken = torch.einsum("ngw,gwk->ngk", keys, self.keys[:, :-1]) + self.pairing.constant * self.keys[:, -1]
         apart: Tensor = torch.einsum("ngo,gok->ngk", errors, self.errors)
@@ -79,8 +79,8 @@ def projections(pairing: Pairing, size: int, seed: Sequence[int], dtype: torch.d
     generator = torch.Generator().manual_seed(hash(tuple(seed)) & (2**62 - 1))
 
     def drawn(groups: int, length: int) -> Tensor:
-        if groups == 1 and length <= size:
-            return torch.eye(length, dtype=dtype).unsqueeze(0)
+        if groups * length <= size:
+            return torch.eye(groups * length, dtype=dtype).reshape(groups, length, -1)
         return (torch.randn(groups, length, size, generator=generator, dtype=torch.float64) / math.sqrt(size)).to(dtype)
 
     if pairing.numbers:
