@@ -308,3 +308,26 @@ def test_mislabelled(tmp_path):
     refused = call("mislabelled", folder, "--planted", "label")
     assert refused.exit_code == 2
     assert "expected a Boolean column" in refused.stderr
+
+
+def test_evaluate_a_demo(tmp_path):
+    from dualform.demo import Settings, load, train
+
+    settings = Settings(epochs=2, train_images=100, width=16)
+    train(tmp_path / "demo", load(settings), settings)
+    arguments = ["evaluate", tmp_path / "demo", "--subsets", 4, "--view", "attention", "--view", "whitened"]
+    found = call(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    assert "7 trainings to do, about" in found.stderr
+    told = json.loads(found.stdout)
+    assert [view["view"] for view in told["views"]] == ["attention", "whitened"]
+    assert (told["samples"], told["subsets"], told["repeats"]) == (100, 4, 2)
+    shown = call(*arguments)
+    assert "0 trainings to do" in shown.stderr
+    assert "what would change, estimated" in shown.stdout
+    assert "retraining noise allows: about" in shown.stdout
+
+
+def test_evaluate_needs_to_know_how_to_train(run):
+    assert "--study my_module:my_study" in call("evaluate", run).stderr
+    assert "expected MODULE:NAME" in call("evaluate", run, "--study", "nonsense").stderr

@@ -1,4 +1,4 @@
-"""The command line: `dualform demo | info | verify | totals | export | mislabelled | paper`.
+"""The command line: `dualform demo | info | verify | totals | export | mislabelled | evaluate | paper`.
 
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dualform.errors import DualformError
 from dualform.version import __version__
+
+if TYPE_CHECKING:
+    import dualform
 
 FAILED, UNUSABLE = 1, 2
 EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "pooch": "paper"}
@@ -283,6 +286,78 @@ def mislabelled(
         _print_json({"samples": found.to_dicts()} | ({} if area is None else {"auc": area}))
     else:
         show_mislabelled(Console(), found, area)
+
+
+@app.command()
+@_one_line_errors
+def evaluate(
+    run: Run,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="A dualform.Study, or a function that gives one: how to train again, and the test examples.",
+            show_default="the demo's, for a demo",
+        ),
+    ] = None,
+    subsets: Annotated[int, typer.Option(min=3, help="So many random halves of the samples.")] = 50,
+    repeats: Annotated[int, typer.Option(min=1, help="Trainings on each, with fresh seeds.")] = 2,
+    fraction: Annotated[float, typer.Option(help="How much of the samples a subset keeps.")] = 0.5,
+    view: Annotated[
+        list[str] | None, typer.Option(help="Only this view; may be given several times.", show_default="all")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that train, one thread each.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that keeps the trainings.", show_default="RUN-retrained")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the subsets.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train again on random halves of the data: which of the run's answers foretell the outcome?
+
+    What an interrupted evaluation has trained is not trained again.
+    """
+    from dualform.evaluate.evaluation import prepare
+    from dualform.terminal import show_evaluation
+
+    asked = prepare(
+        run,
+        _study(run, study),
+        out=out,
+        subsets=subsets,
+        repeats=repeats,
+        fraction=fraction,
+        views=view,
+        workers=workers,
+        seed=seed,
+    )
+    left = asked.estimate()
+    print(
+        f"{left.trainings} trainings to do, about {left.seconds / 60:.1f} min; they are kept in {asked.retrained.folder}",
+        file=sys.stderr,
+    )
+    with _progress() as progress:
+        found = asked.run(progress)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        show_evaluation(Console(), found)
+
+
+def _study(run: Path, named: str | None) -> dualform.Study:
+    """The study that a user names, or that of a demo."""
+    from dualform.demo import SETTINGS
+    from dualform.demo import study as of_demo
+    from dualform.evaluate.study import find
+
+    if named is not None:
+        return find(named)
+    if (run / SETTINGS).exists():
+        return of_demo(run)
+    raise typer.BadParameter(
+        "how is this run trained again? Name a dualform.Study, or a function that gives one: --study my_module:my_study.",
+        param_hint="--study",
+    )
 
 
 @app.command()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,40 +130,93 @@ def load(settings: Settings) -> Digits:
     )
 
 
-def train(folder: Path, digits: Digits, settings: Settings, progress: Progress | None = None) -> nn.Module:
-    """Train 64-128-128-10 by SGD with momentum and clipping, recorded."""
+def network(settings: Settings, seed: int) -> nn.Module:
+    """64-128-128-10 with its first weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = nn.Sequential(
+        torch.manual_seed(seed)
+        return nn.Sequential(
             nn.Linear(64, settings.width),
             nn.ReLU(),
             nn.Linear(settings.width, settings.width),
             nn.ReLU(),
             nn.Linear(settings.width, CLASSES),
         )
+
+
+def train(folder: Path, digits: Digits, settings: Settings, progress: Progress | None = None) -> nn.Module:
+    """Train by SGD with momentum and clipping, recorded."""
+    model = network(settings, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
-    shuffles = torch.Generator().manual_seed(settings.seed)
     ours = (folder / SETTINGS).exists()
     with dualform.record(model, optimizer, folder, overwrite=ours) as recorder:
         (folder / SETTINGS).write_text(
             json.dumps({"dualform": dualform.__version__, "torch": torch.__version__, **asdict(settings)}, indent=1)
         )
-        for epoch in range(settings.epochs):
-            if progress is not None:
-                progress("training", epoch, settings.epochs)
-            order = digits.train[torch.randperm(len(digits.train), generator=shuffles)]
-            for ids in torch.split(order, settings.batch):
-                images, labels = digits.images[ids], digits.labels[ids]
-                recorder.batch(sample_id=ids, label=labels)
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(images), labels)
-                loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-                optimizer.step()
-                recorder.log(loss=loss.item())
-        if progress is not None:
-            progress("training", settings.epochs, settings.epochs)
+        _learn(model, optimizer, digits, digits.train, settings, settings.seed, recorder, progress)
     return model
+
+
+def _learn(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    digits: Digits,
+    sample_ids: Tensor,
+    settings: Settings,
+    seed: int,
+    recorder: dualform.Recorder | None = None,
+    progress: Progress | None = None,
+) -> None:
+    shuffles = torch.Generator().manual_seed(seed)
+    for epoch in range(settings.epochs):
+        if progress is not None:
+            progress("training", epoch, settings.epochs)
+        order = sample_ids[torch.randperm(len(sample_ids), generator=shuffles)]
+        for ids in torch.split(order, settings.batch):
+            images, labels = digits.images[ids], digits.labels[ids]
+            if recorder is not None:
+                recorder.batch(sample_id=ids, label=labels)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+            optimizer.step()
+            if recorder is not None:
+                recorder.log(loss=loss.item())
+    if progress is not None:
+        progress("training", settings.epochs, settings.epochs)
+
+
+def study(folder: Path, tests: int = 100) -> dualform.Study:
+    """How a demo in a folder is trained again, and its first test digits: what dualform.evaluate needs."""
+    stored = json.loads((folder / SETTINGS).read_text())
+    settings = Settings(**{field.name: stored[field.name] for field in fields(Settings)})
+    digits = load(settings)
+    test = digits.test[:tests]
+    again = _Again(settings)
+    target = dualform.Margin(digits.labels[test])
+    return dualform.Study(network(settings, 0), again, digits.images[test], target, again.samples)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Trains the demo's network on some of its digits; other processes can be sent it."""
+
+    settings: Settings
+
+    def __call__(self, sample_ids: Tensor, seed: int) -> nn.Module:
+        model = network(self.settings, seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.settings.lr, momentum=self.settings.momentum)
+        _learn(model, optimizer, _loaded(self.settings), sample_ids, self.settings, seed)
+        return model
+
+    def samples(self, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels."""
+        digits = _loaded(self.settings)
+        return digits.images[sample_ids], digits.labels[sample_ids]
+
+
+_loaded = cache(load)
+"""Once in each process that trains again."""
 
 
 def choose(logits: Tensor, labels: Tensor) -> tuple[int, int]:

@@ -13,6 +13,7 @@ DualformError
 │   ├── StoreVersionError                  written by a newer format
 │   └── WriterError                        the background writer failed (a full disk, …)
 ├── DataError (OSError)                    a dataset is missing, or not what it should be
+├── StudyError (ValueError)                evaluate: how to train again, or what to judge by, does not fit
 └── QuestionError (ValueError)             a question that makes no sense as asked
     ├── MaskError                          where=, keep= or drop= is not a condition on the rows
     ├── UnknownLayerError (LookupError)
@@ -76,6 +77,10 @@ class WriterError(StoreError):
 
 class DataError(DualformError, OSError):
     """A dataset of the paper is missing, or not what it should be."""
+
+
+class StudyError(DualformError, ValueError):
+    """How a run is to be trained again, or what it is judged by, does not fit."""
 
 
 class QuestionError(DualformError, ValueError):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dualform.demo import Demo
     from dualform.dual.certificate import Certificate
+    from dualform.evaluate.evaluation import Evaluation
 
 
 VERDICTS = {"pass": "green", "unknown": "yellow"}
@@ -112,6 +113,32 @@ def show_mislabelled(console: Console, found: pl.DataFrame, auc: float | None) -
         console.print(Text(f"A planted wrong label ranks before a right one with probability {auc:.4f} (AUC)."))
 
 
+MEANINGS = {
+    "attention": "what is looked at",
+    "contribution": "what is read, exact",
+    "influence": "what would change, estimated",
+}
+"""What each kind of answer says."""
+
+
+def show_evaluation(console: Console, found: Evaluation) -> None:
+    """One line for each view, the ceiling, and what to make of them."""
+    title = f"LDS of {found.examples} test examples: {found.subsets} subsets of {found.fraction:.0%} of {found.samples:,} samples, "
+    table = _table(
+        f"{title}{found.repeats} trainings each", "view", "what it says", ">LDS", ">95 % interval", ">seconds", ""
+    )
+    for row in found.frame.to_dicts():
+        score = ("", "") if row["lds"] is None else (f"{row['lds']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}")
+        what = MEANINGS.get(row["kind"], "what would change: a peer")
+        table.add_row(row["view"], what, *score, f"{row['seconds']:.1f}", escape(row["why"] or ""))
+    console.print(table)
+    noise = "unknown: each subset was trained on once" if found.ceiling is None else f"about {found.ceiling:.3f}"
+    console.print(Text(f"What retraining noise allows: {noise}."))
+    console.print(
+        Text(f"The recorded model and those trained again order the test examples alike: {found.likeness:.3f}.")
+    )
+
+
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:
     """The certificate, the accuracy, two answers explained, and how to go on."""
     settings = demo.settings
@@ -179,6 +206,8 @@ def _show_further(console: Console, demo: Demo, figures: list[Path]) -> None:
 Commands:
   dualform info {demo.folder}
   dualform verify {demo.folder}
+  dualform mislabelled {demo.folder}
+  dualform evaluate {demo.folder}
   dualform export {demo.folder} --to runs/export --where "label = {lost}"
 
 Python:

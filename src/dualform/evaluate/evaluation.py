@@ -1,0 +1,163 @@
+"""`dualform.evaluate`: train again on parts of the data, and see which of a run's answers foretold the outcome."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from dualform.errors import NotRecordedError, QuestionError
+from dualform.evaluate.lds import Interval, Lds, Truth
+from dualform.evaluate.peers import PEERS, installed
+from dualform.evaluate.ranks import spearman
+from dualform.evaluate.retrain import Estimate, Progress, Retrained
+from dualform.evaluate.study import Study
+from dualform.evaluate.subsets import Subsets
+from dualform.evaluate.views import VIEWS, View, samples_of
+from dualform.query.opened import Dual, open
+
+KINDS = {"attention": "attention", "contribution": "contribution"} | dict.fromkeys(
+    ("whitened", "kernel", "sketch"), "influence"
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well each view foretold what training on parts of the data gives."""
+
+    frame: pl.DataFrame
+    """view, kind, lds, low, high (95 % bootstrap interval over examples and subsets), seconds for all test examples, why not"""
+    lds: dict[str, Lds]
+    ceiling: float | None
+    """The LDS that retraining noise allows; None where each subset was trained on once."""
+    likeness: float
+    """Spearman's correlation over test examples between the recorded model and those trained again: low if these are other models."""
+    subsets: int
+    repeats: int
+    fraction: float
+    samples: int
+    examples: int
+
+    def ratio(self, view: str, other: str) -> Interval:
+        """How many times the LDS of another view this view has."""
+        return self.lds[view].ratio(self.lds[other])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for scripts."""
+        names = ("ceiling", "likeness", "subsets", "repeats", "fraction", "samples", "examples")
+        return {"views": self.frame.to_dicts(), **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """What an evaluation will do; `estimate()` says how long, `run()` does it."""
+
+    dual: Dual
+    study: Study
+    retrained: Retrained
+    subsets: Subsets
+    views: dict[str, View]
+
+    def estimate(self) -> Estimate:
+        """How many trainings are still to do, and about how long they take. Does one of them."""
+        return self.retrained.estimate(self.subsets.jobs())
+
+    def run(self, progress: Progress | None = None) -> Evaluation:
+        """Train what is not in the folder yet, and score the views."""
+        flat = self.retrained.outcomes(self.subsets.jobs(), progress)
+        truth = Truth(self.subsets.kept(), self.subsets.outcomes(flat))
+        lds: dict[str, Lds] = {}
+        lines = []
+        for name, view in self.views.items():
+            before, why = time.perf_counter(), None
+            try:
+                lds[name] = truth.lds(view(self.dual, self.study, progress))
+            except NotRecordedError as error:  # a question that this run does not answer
+                why = str(error)
+            found = asdict(lds[name].interval) if name in lds else dict.fromkeys(("value", "low", "high"))
+            lines.append(
+                {"view": name, "kind": KINDS.get(name, "peer"), "lds": found.pop("value"), **found}
+                | {"seconds": time.perf_counter() - before, "why": why}
+            )
+        now = self.study.judge(self.dual.primal())
+        return Evaluation(
+            frame=pl.DataFrame(lines, schema_overrides={"lds": pl.Float64, "low": pl.Float64, "why": pl.String}),
+            lds=lds,
+            ceiling=truth.ceiling(),
+            likeness=float(spearman(now, truth.outcomes.mean((0, 1)))),
+            subsets=self.subsets.count,
+            repeats=self.subsets.repeats,
+            fraction=self.subsets.fraction,
+            samples=len(self.subsets.ids),
+            examples=len(now),
+        )
+
+
+def prepare(
+    run: str | os.PathLike[str] | Dual,
+    study: Study,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    subsets: int = 50,
+    repeats: int = 2,
+    fraction: float = 0.5,
+    views: Sequence[str] | None = None,
+    workers: int = 1,
+    seed: int = 0,
+) -> Evaluator:
+    """As evaluate(), but nothing is trained yet: ask `.estimate()` first, then `.run()`."""
+    dual = run if isinstance(run, Dual) else open(run, study.model)
+    folder = Path(f"{dual.store.folder}-retrained") if out is None else Path(out)
+    if workers < 1:
+        raise QuestionError(f"workers={workers}: expected at least 1.")
+    ids = samples_of(dual, study)
+    drawn = Subsets(ids, subsets, repeats, seed, fraction)
+    return Evaluator(dual, study, Retrained(study, folder, workers), drawn, _chosen(views, study))
+
+
+def evaluate(
+    run: str | os.PathLike[str] | Dual,
+    study: Study,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    subsets: int = 50,
+    repeats: int = 2,
+    fraction: float = 0.5,
+    views: Sequence[str] | None = None,
+    workers: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The linear datamodeling score of each view of a recording: how well it foretells training on parts of the data.
+
+    Draws `subsets` random parts of the samples, trains on each of them `repeats` times (fresh seeds; at least 2 for the ceiling),
+    and keeps the outcomes in `out`, default beside the recording: an interrupted evaluation goes on there. views: default all, and
+    the peers that are installed if the study has `samples`. workers: processes, with one thread each.
+    """
+    asked = prepare(
+        run,
+        study,
+        out=out,
+        subsets=subsets,
+        repeats=repeats,
+        fraction=fraction,
+        views=views,
+        workers=workers,
+        seed=seed,
+    )
+    return asked.run(progress)
+
+
+def _chosen(views: Sequence[str] | None, study: Study) -> dict[str, View]:
+    known = VIEWS | PEERS
+    if views is None:
+        return VIEWS | ({name: PEERS[name] for name in installed()} if study.samples is not None else {})
+    unknown = [name for name in views if name not in known]
+    if unknown or not views:
+        raise QuestionError(f"views={list(views)!r}: expected some of {', '.join(map(repr, known))}.")
+    return {name: known[name] for name in views}
