@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from dualform.layers.recurrent import names, outputs, refusal, unroll
+from dualform.layers.recurrent import names, outputs, refusal, shown_keys, unroll
 
 D_INPUT, D_HIDDEN = 3, 2
 SEQUENCES = {
@@ -355,6 +355,18 @@ def test_without_errors_the_keys_are_the_same(case):
         assert one.errors is None
         torch.testing.assert_close(one.keys, other.keys)
         assert not one.keys.requires_grad
+
+
+@given(cases())
+def test_keys_that_the_output_shows_are_the_same(case):
+    ran = run(case)
+    output = outputs(ran.module(*ran.arguments[0], **ran.arguments[1]))[0]
+    keys = shown_keys(ran.module, ran.arguments, output)
+    plain = not case.cell and case.layers == 1 and not case.bidirectional and case.form in ("dense", "unbatched")
+    assert (keys is not None) == plain
+    if keys is not None:
+        torch.testing.assert_close(keys, ran.unrolled[0].keys)
+        assert not keys.requires_grad
 
 
 @pytest.mark.parametrize("cell", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +11,15 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.layers.keys import part
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
+
+STRETCH_BYTES = 4 << 20
+"""So much of the key sums is multiplied at a time: while it is in the cache, its checksum is taken, too."""
+SMALL = 1 << 24
+"""Up to so many numbers, key sums are multiplied in float64."""
 
 
 class View:
@@ -37,6 +43,21 @@ class View:
         """(groups, d_in): the sum of each group's keys."""
         name = f"{self._grouping}.{self._number(layer)}.keys"
         return self._padded(self._file[name] if name in self._file else torch.zeros(0, layer.d_in))
+
+    def dots(self, layer: Layer, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
+        """(queries, groups) float64: each group's sum of keys · query, over some columns of both. queries: (n, d).
+
+        Sums are read once, a stretch at a time. Large ones are multiplied in their own type, small ones in float64.
+        """
+        name = f"{self._grouping}.{self._number(layer)}.keys"
+        found = torch.zeros(len(queries), self.groups.height, dtype=torch.float64)
+        if name not in self._file:
+            return found
+        wide = layer.d_in * self.groups.height <= SMALL
+        for low, sums in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
+            kind = torch.float64 if wide else sums.dtype
+            found[:, low : low + len(sums)] = queries.to(kind) @ part(sums, columns).to(kind).T
+        return found
 
     def has_negative_keys(self, layer: Layer) -> bool:
         """Whether any key of a layer has a negative element: else sums of sizes are sums, for such queries too."""

@@ -38,3 +38,5 @@ class Watch:
     slots: Callable[[Errors], list[Found]]
     key: Tensor
     """What came in: it may tell how it was flattened, and whether it comes from data."""
+    keys: Callable[[], list[Found]] | None = None
+    """The keys alone, where error signals take a second computation; None: they are free."""

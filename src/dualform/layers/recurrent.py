@@ -97,6 +97,18 @@ def unroll(
     return [Unrolled(name, walk.keys, error) for name, walk, error in zip(names(module), walks, found, strict=True)]
 
 
+def shown_keys(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output: Tensor) -> Tensor | None:
+    """(time, rows, d_input + d_hidden): the keys of a call whose output shows all hidden states; None where it does not.
+
+    It does for one layer in one direction, and then nothing needs to be computed.
+    """
+    call = _Call(module, *arguments)
+    if not isinstance(module, nn.RNNBase) or len(call.weights) > 1 or call.packed is not None or not len(call.x):
+        return None
+    before = torch.cat([call.state[0], call.sequence(output)[:-1]])
+    return torch.cat([call.x, before], dim=-1)
+
+
 def _weights(module: nn.Module) -> list[list[Tensor]]:
     """[weight_ih, weight_hh] or [weight_ih, weight_hh, bias_ih, bias_hh] for each layer and direction."""
     if isinstance(module, nn.RNNBase):

@@ -223,15 +223,21 @@ def _begin_recurrent(module: nn.Module) -> Tensor | None:
 def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
     outputs = recurrent.outputs(output)
     several = len(recurrent.names(module)) > 1
+    shown, version = outputs[0].detach(), outputs[0]._version
 
     def slots(errors: Errors) -> list[Found]:
+        intact = errors is None and shown._version == version  # not so after a dropout in place
+        keys = recurrent.shown_keys(module, arguments, shown) if intact else None
+        if keys is not None:
+            return [Found("", keys, None, axis=1)]
         return [
             Found(u.name if several else "", u.keys, u.errors, axis=1)
             for u in recurrent.unroll(module, arguments, errors, begun)
         ]
 
     given = _first(arguments)
-    return [Watch(outputs, slots, given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given)]
+    came = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
+    return [Watch(outputs, slots, came, keys=lambda: slots(None))]
 
 
 _AFFINE = Rule(_affine, _watch_affine)

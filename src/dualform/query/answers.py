@@ -152,7 +152,7 @@ class Answer(ABC):
 
         Totals that were kept for these columns answer it without a scan.
         """
-        sums = self._sums(by, where, absolute)
+        sums = self.sums(by, where=where, absolute=absolute)
         order = sums.values.with_row_index(" place").sort(sums.values.columns)[" place"].to_numpy()
         count = self._address.height
         address = self._address[np.repeat(np.arange(count), len(order))]
@@ -204,8 +204,8 @@ class Answer(ABC):
         """Which slots of a chunk take part; None: all."""
         return None if where is None else Mask(self._store, where, self._end)
 
-    def _sums(self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool) -> Sums:
-        """Totals by group: kept ones, or by a scan."""
+    def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
+        """As total(by), but bare numbers, with visits: for millions of groups. Kept totals answer it, or a scan."""
         columns = [by] if isinstance(by, str) else list(by)
         if where is None:
             kept = self._kept(columns, absolute)
@@ -261,7 +261,7 @@ class Answer(ABC):
     def _top_groups(
         self, k: int, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
     ) -> pl.DataFrame:
-        sums = self._sums(by, where, absolute)
+        sums = self.sums(by, where=where, absolute=absolute)
         there = torch.nonzero(sums.visits > 0)[:, 0]
         best = Best(len(sums.totals), k, torch.float64)
         ranked = sums.totals[:, there]

@@ -110,10 +110,9 @@ class LayerAttention(Answer):
         view = find(self._store, columns, self._end, deltas=False)
         if view is None or (absolute and (view.has_negative_keys(self.layer) or bool((self._flat < 0).any()))):
             return None
-        sums = view.key_sums(self.layer).double()
         if self.layer.form == "numbers" and self._flat.shape[1] == 1:
-            return view, sums[:, self._flat.reshape(-1).long()].T
-        return view, part(self._flat, self._columns).double() @ part(sums, self._columns).T
+            return view, view.key_sums(self.layer).double()[:, self._flat.reshape(-1).long()].T
+        return view, view.dots(self.layer, part(self._flat, self._columns), self._columns)
 
     def _query_blocks(self, width: int) -> Iterator[slice]:
         equal = self._store.has_equal_keys(self.layer.name)

@@ -93,9 +93,9 @@ class RowInfluence(Answer):
             )
         return super()._mask(where)
 
-    def _sums(self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool) -> Sums:
+    def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
         self._check_by(by)
-        return super()._sums(by, where, absolute)
+        return super().sums(by, where=where, absolute=absolute)
 
     def _top_per(
         self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
@@ -174,12 +174,12 @@ class Influence(RowInfluence, Mapping[str, Answer]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def _sums(self, by: str | Sequence[str], where: pl.Expr | str | None, absolute: bool) -> Sums:
+    def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
         columns = [by] if isinstance(by, str) else list(by)
         asked = set(columns) | (set() if where is None else condition_columns(where, self._store, "where"))
         if absolute or not _positional(self._store, asked) or not isinstance(self._scored, LinearScores):
-            return super()._sums(by, where, absolute)
-        return _added([self[layer]._sums(by, where, False) for layer in self])
+            return super().sums(by, where=where, absolute=absolute)
+        return _added([self[layer].sums(by, where=where) for layer in self])
 
 
 def _positional(store: Store, columns: set[str]) -> bool:

@@ -29,7 +29,7 @@ class Mask:
         self._slots: dict[str, Bools] = {}
         if not self._per_position:
             table = store.rows.filter(pl.col("step") < end)
-            self._rows = _evaluate(self._where, table, name)
+            self._rows = evaluate(self._where, table, name)
 
     def __call__(self, chunk: SlotChunk) -> Bools:
         """(slots,): which slots of a chunk take part."""
@@ -51,11 +51,12 @@ class Mask:
                         f"{self._name}: the column {column!r} has an entry for each position, but layer {layer!r} has "
                         f"another number of positions. Ask a layer with the same positions, or use columns per row."
                     )
-            self._slots[layer] = _evaluate(self._where, table, self._name)
+            self._slots[layer] = evaluate(self._where, table, self._name)
         return self._slots[layer]
 
 
-def _evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
+def evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
+    """A condition over a table: true or false for each of its lines."""
     try:
         result = table.select(where.alias("mask"))["mask"]
     except pl.exceptions.PolarsError as error:
@@ -102,7 +103,7 @@ def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools 
     """
     condition = read_condition(where, name)
     one_row = _looks_at_one_row(json.loads(condition.meta.serialize(format="json")))
-    return _evaluate(condition, groups, name) if one_row else None
+    return evaluate(condition, groups, name) if one_row else None
 
 
 ONE_ROW = {

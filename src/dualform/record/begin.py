@@ -111,7 +111,11 @@ def record(
     if before is not None:  # layers that entered during training come last in the store
         order = {layer.name: number for number, layer in enumerate(before.layers)}
         chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
-    ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes)), batch_axis=dict(batch_axis or {}), seed=seed)
+    # Sums of keys alone need no error signals, and no gradient is put together again from them
+    errors = keep != "totals" or any(grouping.kind != "keys" for grouping in wanted)
+    ledger = Ledger(
+        store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), batch_axis=dict(batch_axis or {}), seed=seed
+    )
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
         ledger.enter(one.name, one.module, one.layers, one.parameters)

@@ -161,6 +161,8 @@ class Books:
         for (ledger, group, gradient, links), case, verdict in zip(
             entries, cases, audit.explain_all(cases), strict=True
         ):
+            if not all(link.audited for link in links):
+                verdict = audit.unaudited(links)
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
             settings = replay.settings(group, state.get(ledger.parameter, {})) if replay else {}

@@ -35,6 +35,8 @@ class StoreAs:
     dtype: str
     keep: str
     pool: Pool
+    errors: bool = True
+    """Whether error signals are of use; else those that take a second computation are left out."""
 
 
 @dataclass(eq=False)
@@ -104,8 +106,11 @@ class LayerLedger:
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call."""
-        assert visit.batch is not None
-        assert found.errors is not None
+        if found.errors is None:
+            for _, parameter in self.uses:
+                parameter.link(task).audited = False
+            self._keep(task, visit, layout.rows, layout.positions, layout.slots(found.keys.detach()), None, store_as)
+            return
         layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
         unit = 0.0
         if arrived.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
@@ -134,24 +139,34 @@ class LayerLedger:
         for _, parameter in self.uses if unit else ():
             parameter.link(task).roundoff = unit
         kept_errors = None
-        if store_as.keep != "keys":
+        if store_as.keep != "keys" and store_as.errors:
             if layer.outputs:
                 errors, norms = errors[:, list(layer.outputs)], None
             kept_errors = encode(errors, store_as.dtype, store_as.pool, f"{layer.name}.error", norms)
-        self.calls.setdefault(task, []).append(
-            Call(
-                visit.serial,
-                visit.batch,
-                layout.rows,
-                positions,
-                encode_numbers(stored)
-                if layer.form == "numbers"
-                else encode(stored, store_as.dtype, store_as.pool, f"{layer.name}.key", as_they_are=True),
-                kept_errors,
-                layer.form == "vectors" and layer.kind == "linear" and visit.from_data,
-                shape,
-            )
+        self._keep(task, visit, layout.rows, positions, stored, kept_errors, store_as, shape)
+
+    def _keep(
+        self,
+        task: int,
+        visit: Visit,
+        rows: int,
+        positions: int,
+        keys: Tensor,
+        errors: Encoded | None,
+        store_as: StoreAs,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        """Keep the slots of one call until the step."""
+        assert visit.batch is not None
+        layer = self.layer
+        encoded = (
+            encode_numbers(keys)
+            if layer.form == "numbers"
+            else encode(keys, store_as.dtype, store_as.pool, f"{layer.name}.key", as_they_are=True)
         )
+        may_repeat = layer.form == "vectors" and layer.kind == "linear" and visit.from_data
+        call = Call(visit.serial, visit.batch, rows, positions, encoded, errors, may_repeat, shape)
+        self.calls.setdefault(task, []).append(call)
 
     def forget(self, tasks: set[int] | None = None) -> None:
         """Forget the slots of some backward passes (default: all)."""
@@ -246,7 +261,10 @@ class Ledger:
         elif key.dim() == 2 and (axis := axes.flattened_from(key, self.batch.rows)) is not None:
             self.batch.flattened[len(key)] = axis
         self._serial += 1
-        return Visit(self._serial, module, self.batch, len(watch.outputs), watch.slots, not key.requires_grad, problem)
+        slots, keys = watch.slots, watch.keys
+        if keys is not None and not self.store_as.errors:
+            slots = lambda errors: keys()  # noqa: E731
+        return Visit(self._serial, module, self.batch, len(watch.outputs), slots, not key.requires_grad, problem)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""

@@ -32,6 +32,8 @@ class Link(audit.Link):
     counted: bool = False
     roundoff: float = 0.0
     """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
+    audited: bool = True
+    """False: its slots are keys alone, which explain no gradient."""
 
     def add(self, added: audit.Looked, scale: float) -> None:
         """Some slots say that this was added, with a bound on the sum of its absolute terms."""

@@ -324,6 +324,7 @@ class Recorder:
             sealed = self._totals.sealed(self._next_step, self._books.next_row, self._columns or ())
             self._snapshot_bytes += sealed.nbytes
             self._writer.totals(sealed, weights)
+            self._writer.wait()  # totals may take half of the memory: they are written as they are, without a copy
         else:
             self._writer.snapshot(self._next_step, weights)
         self._since_snapshot = 0

@@ -54,7 +54,8 @@ class OnlineTotals:
         kept: Store | None = None,
     ):
         """beginning: weights and optimizer state when recording began. kept: totals to go on with."""
-        self._keep, self._wide = manifest.keep, manifest.dtype == "float64"
+        self._wide = manifest.dtype == "float64"
+        self._deltas = any(grouping.kind != "keys" for grouping in wanted)
         self._layers: list[Layer] = list(manifest.layers)
         self._parameters = [p.name for p in manifest.parameters]
         self._most = most_bytes
@@ -94,8 +95,9 @@ class OnlineTotals:
         """Fold what was collected; gives back the steps."""
         steps, self._steps = self._steps, []
         slots = {number: self._pieces(steps, number, layer) for number, layer in enumerate(self._layers)}
-        updates = {name: some for name in self._parameters if (some := self._updates(steps, name)) is not None}
-        self._sums.fold(slots, updates if self._keep != "keys" else {})
+        names = self._parameters if self._deltas else []
+        updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
+        self._sums.fold(slots, updates)
         self._row_groups.clear()
         return steps
 

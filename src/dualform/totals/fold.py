@@ -88,7 +88,9 @@ class Grown:
         """The first `count` rows, new ones zero."""
         if count > len(self._data):
             room = max(count, 2 * len(self._data))
-            grown = torch.zeros(room, *self._data.shape[1:], dtype=self._data.dtype)
+            # NumPy's zeros take memory only when they are touched
+            like = torch.empty(0, dtype=self._data.dtype).numpy().dtype
+            grown = torch.from_numpy(np.zeros((room, *self._data.shape[1:]), dtype=like))
             grown[: self._used] = self._data[: self._used]
             self._data = grown
         self._used = max(self._used, count)
@@ -160,12 +162,12 @@ class Accumulated:
         return total
 
     def tensors(self, groups: Sequence[int]) -> dict[str, Tensor]:
-        """Everything, as it is stored. groups: how many there are of each grouping."""
+        """Everything, as it is stored; not copied. groups: how many there are of each grouping."""
         found: dict[str, Tensor] = {
-            name: grown.rows(groups[int(name.split(".")[0])] + name.endswith(".rest")).clone()
+            name: grown.rows(groups[int(name.split(".")[0])] + name.endswith(".rest"))
             for name, grown in self._grown.items()
         }
-        found.update({name: value.clone() for name, value in self._maps.items()})
+        found.update(self._maps)
         found.update({name: torch.tensor([negative]) for name, negative in self._signs.items()})
         return found
 

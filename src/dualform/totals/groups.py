@@ -11,22 +11,35 @@ import polars as pl
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
+SMALL = 1 << 27
+"""Whole numbers from 0 to below this are looked up in a table: half a gigabyte at most, and 4 bytes for each number up to the
+largest that has appeared."""
+
+
 class Numbering:
     """The groups that some columns make, in the order in which they appear."""
 
     def __init__(self, columns: Sequence[str], known: pl.DataFrame | None = None):
         self.columns = tuple(columns)
-        rows = [] if known is None else known.select(self.columns).rows()
-        self._numbers: dict[tuple[Any, ...], int] = {row: number for number, row in enumerate(rows)}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._integers: _Integers | None = _Integers() if len(self.columns) == 1 else None
+        if known is not None and known.height:
+            self.number({name: known[name].to_numpy() for name in self.columns}, (known.height,))
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._numbers) if self._integers is None else len(self._integers)
 
     def number(self, values: Mapping[str, Any], shape: tuple[int, ...]) -> Ints:
         """The group of each row (rows,) or of each position (rows, positions); new groups get new numbers.
 
         values: by column, arrays of shape (rows,) or (rows, positions), lists, or a scalar for all.
         """
+        if self._integers is not None:
+            value = values[self.columns[0]]
+            if self._integers.takes(value):
+                return self._integers.number(value, shape)
+            self._numbers = {(entry,): number for number, entry in enumerate(self._integers.entries().tolist())}
+            self._integers = None
         codes, parts = np.zeros(int(np.prod(shape)), dtype=np.int64), []
         for name in self.columns:
             value = values[name]
@@ -50,4 +63,45 @@ class Numbering:
     def table(self, schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
         """The groups, one line each, in the order of their numbers."""
         types = {name: schema[name] for name in self.columns}
+        if self._integers is not None:
+            return pl.DataFrame({self.columns[0]: self._integers.entries()}, schema=types)
         return pl.DataFrame(list(self._numbers), schema=types, orient="row")
+
+
+class _Integers:
+    """Numbers for small whole numbers: token positions come by the million, and a dictionary would take longer than the sums."""
+
+    def __init__(self) -> None:
+        self._table = np.empty(0, dtype=np.int32)
+        self._entries: list[Ints] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def entries(self) -> Ints:
+        """In the order of their numbers."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._entries])
+
+    @staticmethod
+    def takes(value: Any) -> bool:
+        """Whether all of a column's values are small whole numbers."""
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+            return False
+        return not value.size or (int(value.min()) >= 0 and int(value.max()) < SMALL)
+
+    def number(self, value: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Ints:
+        flat = np.broadcast_to(value[:, None] if value.ndim == 1 and len(shape) == 2 else value, shape).reshape(-1)
+        largest = int(flat.max(initial=-1))
+        if largest >= len(self._table):
+            more = np.full(max(largest + 1, 2 * len(self._table)) - len(self._table), -1, dtype=np.int32)
+            self._table = np.concatenate([self._table, more])
+        unknown = flat[self._table[flat] < 0]
+        if len(unknown):
+            found, first = np.unique(unknown, return_index=True)
+            found = found[np.argsort(first)].astype(np.int64)
+            self._table[found] = np.arange(self._count, self._count + len(found))
+            self._entries.append(found)
+            self._count += len(found)
+        numbers: Ints = self._table[flat].astype(np.int64).reshape(shape)
+        return numbers

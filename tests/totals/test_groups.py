@@ -1,0 +1,44 @@
+"""Numbering groups: small whole numbers by a table, everything else by a dictionary, alike."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualform.totals import groups
+from dualform.totals.groups import Numbering
+
+SCHEMA = {"n": pl.Int64()}
+
+
+def plainly(batches):
+    numbers = {}
+    found = [[numbers.setdefault(entry, len(numbers)) for entry in batch] for batch in batches]
+    return found, list(numbers)
+
+
+entries = st.one_of(st.integers(0, 9), st.integers(-3, 12), st.sampled_from([groups.SMALL - 1, groups.SMALL, 2**40]))
+
+
+@given(st.lists(st.lists(entries, max_size=8), max_size=6))
+def test_the_order_of_appearance(batches):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "SMALL", 11)  # else the table of a large number would take its time
+        numbering = Numbering(["n"])
+        found = [numbering.number({"n": np.array(b, dtype=np.int64)}, (len(b),)).tolist() for b in batches]
+        assert (found, numbering.table(SCHEMA)["n"].to_list()) == plainly(batches)
+        assert len(numbering) == len(plainly(batches)[1])
+        again = Numbering(["n"], numbering.table(SCHEMA))
+        assert again.number({"n": numbering.table(SCHEMA)["n"].to_numpy()}, (len(again),)).tolist() == list(
+            range(len(again))
+        )
+
+
+def test_shapes():
+    numbering = Numbering(["n"])
+    assert numbering.number({"n": np.array([[5, 6], [6, 5]])}, (2, 2)).tolist() == [[0, 1], [1, 0]]
+    assert numbering.number({"n": np.array([6, 7])}, (2, 3)).tolist() == [[1] * 3, [2] * 3]
+    assert numbering.number({"n": 5}, (2,)).tolist() == [0, 0]  # a scalar: from here on by dictionary
+    assert numbering.number({"n": np.array([7, 9])}, (2,)).tolist() == [2, 3]
+    assert numbering.table(SCHEMA)["n"].to_list() == [5, 6, 7, 9]
