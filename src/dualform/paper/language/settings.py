@@ -29,6 +29,9 @@ class Settings:
     """Gradients go back over so many tokens."""
     forget: float = 0.01
     """The state that a row carries into the next step is dropped with this probability."""
+    predicted: float = 1.0
+    """The share of tokens, drawn anew in each step, that the loss is about; the LSTM reads all of them. With a large vocabulary
+    the output layer takes nearly all of the time."""
     seed: int = 0
 
     def shape(self, vocabulary: int) -> Shape:

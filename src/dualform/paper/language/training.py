@@ -15,7 +15,7 @@ from dualform.paper.language.reading import Batch
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.text import Ids
 
-LOGITS = 1 << 24
+LOGITS = 1 << 22
 """So many logits are made at a time, if the output layer is not recorded."""
 STREAMS = 10
 """So many places of a test text are read side by side."""
@@ -50,12 +50,16 @@ def train_step(
         kept = (torch.rand(1, settings.batch, 1) >= settings.forget).float()
         optimizer.zero_grad()
         hidden, state = model.hidden(read.tokens, (state[0] * kept, state[1] * kept))
+        following = read.following
+        if settings.predicted < 1:
+            some = torch.randperm(settings.window)[: max(1, round(settings.window * settings.predicted))]
+            hidden, following = hidden[:, some], following[:, some]
         if whole:
-            loss = cross_entropy(model.decoder(hidden).flatten(0, 1), read.following.flatten())
+            loss = cross_entropy(model.decoder(hidden).flatten(0, 1), following.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
             total = float(loss.detach())
         else:
-            total = _in_pieces(model, hidden, read.following)
+            total = _in_pieces(model, hidden, following)
     nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
     optimizer.step()
     return total, (state[0].detach(), state[1].detach())

@@ -1,0 +1,77 @@
+"""What stands beside a recording so that prompts can be put to it: the text, the model's sizes, the names of layer and column.
+
+`text.json` has everything but the tokens, which are in `text.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from dualform.errors import NotRecordedError, StoreDamagedError
+from dualform.paper.language.model import LAYER, LanguageModel, Shape, built
+from dualform.paper.language.text import Part, Text
+
+JSON, TOKENS = "text.json", "text.safetensors"
+COLUMN = "text_position"
+"""The column that says where in the training text a slot's token stands."""
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A language model's recording: text, model and names."""
+
+    text: Text
+    shape: Shape
+    layer: str = LAYER
+    column: str = COLUMN
+
+    def model(self) -> LanguageModel:
+        """A model of the right sizes; its weights come from the recording."""
+        return built(self.shape, 0)
+
+
+def write(folder: Path, beside: Beside) -> None:
+    """Put text and sizes beside a recording."""
+    text = beside.text
+    parts = {name: part for name in PARTS if (part := getattr(text, name)) is not None}
+    tensors: dict[str, Any] = {f"{name}.ids": np.asarray(part.ids, np.int32) for name, part in parts.items()}
+    tensors |= {f"{name}.starts": np.asarray(part.starts, np.int64) for name, part in parts.items()}
+    save_file(tensors, folder / TOKENS)
+    content = {
+        "name": text.name,
+        "unit": text.unit,
+        "layer": beside.layer,
+        "column": beside.column,
+        "model": asdict(beside.shape),
+        "titles": {name: list(part.titles) for name, part in parts.items()},
+        "vocabulary": list(text.vocabulary),
+    }
+    (folder / JSON).write_text(json.dumps(content, ensure_ascii=False, indent=0), encoding="utf-8")
+
+
+def read(folder: Path) -> Beside:
+    """What stands beside a recording."""
+    if not (folder / JSON).is_file():
+        raise NotRecordedError(
+            f"{folder} has no {JSON}: it does not say which text was trained on. Recordings of `dualform paper aesop` and "
+            f"`dualform paper wikitext-2` have it; docs/language.md says how to write it for a text of your own."
+        )
+    try:
+        content = json.loads((folder / JSON).read_text(encoding="utf-8"))
+        tensors = load_file(folder / TOKENS)
+        parts = {
+            name: Part(tensors[f"{name}.ids"], tensors[f"{name}.starts"].tolist(), titles)
+            for name, titles in content["titles"].items()
+        }
+        text = Text(content["name"], content["unit"], tuple(content["vocabulary"]), **parts)
+        return Beside(text, Shape(**content["model"]), content["layer"], content["column"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise StoreDamagedError(f"{folder}: {JSON} and {TOKENS} cannot be read: {error!r}.") from None
