@@ -1,4 +1,4 @@
-"""The command line: `dualform demo | info | verify | totals | export | mislabelled | evaluate | paper`.
+"""The command line: `dualform --help` lists what there is to ask.
 
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
@@ -38,6 +38,23 @@ class Experiment(str, Enum):
     continual = "continual"
     images = "images"
     asides = "asides"
+    aesop = "aesop"
+    wikitext_2 = "wikitext-2"
+    language = "language"
+
+
+LANGUAGE = {
+    Experiment.aesop: ("aesop",),
+    Experiment.wikitext_2: ("wikitext-2",),
+    Experiment.language: ("aesop", "wikitext-2"),
+}
+
+
+class Size(str, Enum):
+    """Language models as large as the paper's, or such that train in minutes."""
+
+    paper = "paper"
+    small = "small"
 
 
 class Preset(str, Enum):
@@ -53,6 +70,23 @@ class Kind(str, Enum):
     keys = "keys"
     deltas = "deltas"
     both = "both"
+
+
+class KeyPart(str, Enum):
+    """The parts of a recurrent layer's keys."""
+
+    both = "both"
+    input = "input"
+    recurrent = "recurrent"
+
+
+class Gate(str, Enum):
+    """The gates of an LSTM."""
+
+    i = "i"
+    f = "f"
+    g = "g"
+    o = "o"
 
 
 P = ParamSpec("P")
@@ -362,21 +396,82 @@ def _study(run: Path, named: str | None) -> dualform.Study:
 
 @app.command()
 @_one_line_errors
+def passages(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A recorded language model, with its text beside it.", show_default=False),
+    ],
+    prompt: Annotated[str, typer.Option(help="Its last token is the query; \\n ends a line.", show_default=False)],
+    top: Annotated[int, typer.Option(min=1, help="So many passages.")] = 10,
+    where: Annotated[
+        str | None,
+        typer.Option(help="Only these: SQL over text_position, token and title, or over the recording's columns."),
+    ] = None,
+    part: Annotated[KeyPart, typer.Option(help="Which part of keys and query is compared.")] = KeyPart.both,
+    gate: Annotated[
+        Gate | None,
+        typer.Option(
+            help="Contributions to the next token's logit through this gate of the LSTM, instead of attention."
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Contributions to the logit of this next token.", show_default="the most probable"),
+    ] = None,
+    absolute: Annotated[
+        bool, typer.Option("--absolute", help="Sums of sizes, as the authors' code; needs slots.")
+    ] = False,
+    slots: Annotated[
+        bool, typer.Option("--slots", help="Single slots instead of sums over a position's visits.")
+    ] = False,
+    width: Annotated[int, typer.Option(min=0, help="Characters shown on each side of the token.")] = 60,
+    as_json: Json = False,
+) -> None:
+    """Show the training passages that a recorded language model reads from after a prompt."""
+    from dualform.paper.language.asking import Recorded
+    from dualform.paper.language.showing import show
+
+    found = Recorded(run).ask(
+        prompt.replace("\\n", "\n"),
+        top=top,
+        where=where,
+        part=part.value,
+        gate=None if gate is None else gate.value,
+        target=target,
+        absolute=absolute,
+        slots=slots,
+        width=width,
+    )
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        show(Console(), found)
+
+
+@app.command()
+@_one_line_errors
 def paper(
     experiment: Annotated[
         Experiment,
-        typer.Argument(help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17."),
+        typer.Argument(
+            help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17. language: aesop and wikitext-2."
+        ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many trainings, each with another seed.")] = 5,
     first: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of each phase.", show_default="the paper's: 3000, 5000, 3000 + 3000"),
+        typer.Option(
+            min=1, help="Steps of each phase.", show_default="the paper's: 3000, 5000, 3000 + 3000; 5000, 10000"
+        ),
     ] = None,
     optimizer: Annotated[Preset, typer.Option(help="As the authors' code, or as the paper's text.")] = Preset.reference,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with mnist/ and fashion-mnist/.", show_default="DUALFORM_DATA, cache, download"),
+        typer.Option(
+            help="Folder with mnist/, fashion-mnist/, aesop/, wikitext-2/.",
+            show_default="DUALFORM_DATA, cache, download",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results, figures and pages.")] = Path("runs/paper"),
     reverse: Annotated[bool, typer.Option("--reverse", help="continual: Fashion-MNIST first.")] = False,
@@ -389,6 +484,9 @@ def paper(
         typer.Option("--every-image", help="Measure when top slots were written on all test images (minutes more)."),
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the recordings (GBs for each seed).")] = False,
+    size: Annotated[Size, typer.Option(help="language: the paper's models, or small ones.")] = Size.paper,
+    state_size: Annotated[int | None, typer.Option(min=1, help="language: width of the LSTM.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="language: train no longer than this.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run the paper's experiments at full size and write a page with figures for each, beside the paper's numbers.
@@ -398,6 +496,13 @@ def paper(
     from dualform.paper.run import estimate, run, run_asides
     from dualform.paper.settings import Order
 
+    if experiment in LANGUAGE:
+        _language(LANGUAGE[experiment], out, data, size.value, steps, state_size, first, minutes, as_json)
+        return
+    if size is not Size.paper or state_size is not None or minutes is not None:
+        raise typer.BadParameter(
+            "--size, --state-size and --minutes are for aesop, wikitext-2 and language.", param_hint="--size"
+        )
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
     pages = {}
     with _progress() as progress:
@@ -433,6 +538,44 @@ def paper(
     else:
         for name, page in pages.items():
             print(f"{name}: {page}")
+
+
+def _language(
+    names: tuple[str, ...],
+    out: Path,
+    data: Path | None,
+    size: str,
+    steps: int | None,
+    state: int | None,
+    seed: int,
+    minutes: float | None,
+    as_json: bool,
+) -> None:
+    """The paper's language experiments: the recordings stay, for `dualform passages`."""
+    from dualform.paper.language.run import RECORDING, run
+    from dualform.paper.language.settings import settings_for
+    from dualform.paper.language.text import load
+
+    given = {"--size": size, "--steps": steps, "--state-size": state, "--seed": seed or None, "--minutes": minutes}
+    said = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
+    pages = {}
+    for name in names:
+        settings = settings_for(name, size, steps=steps, state=state, seed=seed)
+        text, folder = load(name, data), out / name
+        nbytes = 4 * settings.shape(len(text.vocabulary)).key * len(text.train)
+        limit = "" if minutes is None else f" or {minutes:g} minutes"
+        print(
+            f"{name}: {settings.steps} steps{limit}, {nbytes / 1e9:.2f} GB of totals (in memory, then on the disk); results in {folder}",
+            file=sys.stderr,
+        )
+        with _progress() as progress:
+            command = f"dualform paper {name} {said}"
+            pages[name] = run(text, settings, folder, minutes=minutes, command=command, progress=progress)
+    if as_json:
+        _print_json({name: str(page) for name, page in pages.items()})
+    else:
+        for name, page in pages.items():
+            print(f"{name}: {page}\n  dualform passages {out / name / RECORDING} --prompt …")
 
 
 @contextlib.contextmanager

@@ -212,7 +212,8 @@ class Answer(ABC):
             if kept is not None:
                 view, totals = kept
                 return Sums(view.groups.select(columns), totals, view.visits(self.layer), view.groups.select(columns))
-        self._needs_scan(f"totals by {'+'.join(columns)}{' with where=' if where is not None else ''}")
+        also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
+        self._needs_scan(f"totals by {'+'.join(columns)}{also}")
         groups = Groups(self._store, self.layer.name, by, self._end)
         totals, visits, first = self._scanned(groups, where, absolute)
         order = first.argsort(stable=True)

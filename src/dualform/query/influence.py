@@ -94,6 +94,7 @@ class RowInfluence(Answer):
         return super()._mask(where)
 
     def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
+        """As total(by), but bare numbers."""
         self._check_by(by)
         return super().sums(by, where=where, absolute=absolute)
 
@@ -175,6 +176,7 @@ class Influence(RowInfluence, Mapping[str, Answer]):
         return len(self._layers)
 
     def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
+        """As total(by), but bare numbers, over all layers."""
         columns = [by] if isinstance(by, str) else list(by)
         asked = set(columns) | (set() if where is None else condition_columns(where, self._store, "where"))
         if absolute or not _positional(self._store, asked) or not isinstance(self._scored, LinearScores):

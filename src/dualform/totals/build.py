@@ -60,12 +60,12 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, 
     first = store.snapshot(0)
     sums = Accumulated(store.manifest, groupings, beginning={name: first[name] for name in first})
     numberings = [Numbering(g.columns) for g in groupings]
-    work = len(store.manifest.chunks)
+    work, deltas = len(store.manifest.chunks), any(grouping.kind != "keys" for grouping in groupings)
     for place in range(work):
         if progress is not None:
             progress("totals", place, work)
         slots = {n: _pieces(store, y.name, place, numberings) for n, y in enumerate(store.manifest.layers)}
-        names = [] if store.manifest.keep == "keys" else [p.name for p in store.manifest.parameters]
+        names = [p.name for p in store.manifest.parameters] if deltas else []
         sums.fold(slots, {name: some for name in names if (some := _updates(store, place, name)) is not None})
         del slots
         store.decoded(store.manifest.chunks[place].files[SLOTS].size)

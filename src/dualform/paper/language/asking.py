@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dualform
-from dualform.errors import NotRecordedError, QuestionError
+from dualform.errors import MaskError, NotRecordedError, QuestionError
 from dualform.paper.language import beside
 from dualform.paper.language.text import Passage
 from dualform.query.answers import Answer, Sums
@@ -192,8 +192,19 @@ class Recorded:
         if where is None:
             return None, None
         condition = read_condition(where, "where")
-        column = self._beside.column
-        if not set(condition.meta.root_names()) <= {column, "token", "title"}:
+        column, used, ours = self._beside.column, set(condition.meta.root_names()), {"token", "title"}
+        if not used <= {column, *ours}:
+            known = [column, "token", "title", "step"]
+            known += [c.name for c in self.dual.store.manifest.columns if c.name != column]
+            unknown = sorted(used - set(known))
+            if unknown:
+                raise MaskError(
+                    f"where: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known)}."
+                )
+            if used & ours:
+                raise MaskError(
+                    f"where: conditions on token or title do not go together with {', '.join(used - ours)}."
+                )
             return None, where
         train = self.text.train
         lengths = np.diff([0, *train.starts, len(train)])

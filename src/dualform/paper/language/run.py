@@ -1,0 +1,71 @@
+"""A language experiment from text to page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import dualform
+from dualform.paper import pictures
+from dualform.paper.language import page, ways
+from dualform.paper.language.checks import check
+from dualform.paper.language.recording import Progress, train
+from dualform.paper.language.settings import Settings
+from dualform.paper.language.text import Text
+from dualform.paper.section import Section
+
+TITLES = {"aesop": "Characters: Aesop’s Fables", "wikitext-2": "Words: WikiText-2"}
+COMPARED = 8
+"""Steps for which the ways to record are compared."""
+RECORDING = "recording"
+
+
+def run(
+    text: Text,
+    settings: Settings,
+    out: Path,
+    *,
+    minutes: float | None = None,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> Path:
+    """Train with totals, compare the ways to record, check with all slots; gives the page. The totals stay: `dualform passages`."""
+    out.mkdir(parents=True, exist_ok=True)
+    _, trained = train(text, settings, out / RECORDING, minutes=minutes, progress=progress)
+    sections = [
+        page.learned(text, settings, trained),
+        page.costs(text, settings, ways.compare(text, settings, out / "ways", COMPARED, progress)),
+    ]
+    checked = check(text, settings, out / "slots", progress)
+    sections += [page.proved(checked), page.split(checked)]
+    shutil.rmtree(out / "ways", ignore_errors=True)
+    return write_page(out, text.name, replace(settings, steps=trained.steps), sections, command)
+
+
+def write_page(out: Path, name: str, settings: Settings, sections: Sequence[Section], command: str) -> Path:
+    """results.json, a figure for each section that has curves, and index.md."""
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    parts = [
+        f"# {TITLES.get(name, name)}",
+        f"Made by `{command}`; section 5.5 and appendix C of the paper." if command else "",
+    ]
+    for section in sections:
+        parts.append(section.markdown.strip())
+        stem = section.title.lower().replace(" ", "-")
+        if pictures.from_section(section.title, section.data, out / "figures" / stem):
+            parts.append(f"![{section.title}](figures/{stem}.png)")
+    results = {
+        "dualform": dualform.__version__,
+        "torch": str(torch.__version__),
+        "command": command,
+        "settings": settings.to_dict(),
+        "sections": [{"title": section.title, "data": section.data} for section in sections],
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False))
+    (out / "index.md").write_text("\n\n".join(part for part in parts if part) + "\n")
+    return out / "index.md"

@@ -1,0 +1,96 @@
+"""Two ways to record a language model, side by side with none: what each costs, in one run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import dualform
+from dualform.paper.language.beside import COLUMN
+from dualform.paper.language.model import built
+from dualform.paper.language.reading import batch
+from dualform.paper.language.recording import Progress, options
+from dualform.paper.language.settings import Settings
+from dualform.paper.language.text import Text
+from dualform.paper.language.training import adam, start, train_step
+
+WAYS = ("bare", "totals", "slots")
+BOUND = 20e9
+"""What all slots may take on the disk."""
+
+
+@dataclass
+class Cost:
+    """Of some steps of training."""
+
+    seconds: float = 0.0
+    processor: float = 0.0
+    """Seconds of all threads, the background writer's with them: less disturbed by what else runs."""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the same steps, bare and in each way."""
+
+    steps: int
+    by: dict[str, Cost]
+
+    def ratio(self, way: str, of: str = "processor") -> float:
+        """Time with recording / time without."""
+        return float(getattr(self.by[way], of) / getattr(self.by["bare"], of))
+
+    @property
+    def slot_bytes(self) -> float:
+        """That all slots take for each step."""
+        return self.by["slots"].nbytes / self.steps
+
+    @property
+    def steps_within_bound(self) -> int:
+        """So many steps can be recorded with all slots within BOUND."""
+        return int(BOUND / self.slot_bytes)
+
+
+def compare(
+    text: Text, settings: Settings, folder: Path, steps: int, progress: Progress = lambda what, done, total: None
+) -> Costs:
+    """Train three copies in turn, a step each, one without a recorder; the first step of each is not counted."""
+    costs = {way: Cost() for way in WAYS}
+    with ExitStack() as stack:
+        copies = {way: _steps(text, settings, folder / way, way, stack) for way in WAYS}
+        for step in range(steps + 1):
+            for way in WAYS:
+                began, used = time.perf_counter(), time.process_time()
+                next(copies[way])
+                if step:
+                    costs[way].seconds += time.perf_counter() - began
+                    costs[way].processor += time.process_time() - used
+            progress("two ways", step, steps)
+        for copy in copies.values():
+            copy.close()
+    for way in WAYS[1:]:
+        costs[way].nbytes = dualform.open(folder / way).info()["bytes"]
+        shutil.rmtree(folder / way)
+    return Costs(steps, costs)
+
+
+def _steps(text: Text, settings: Settings, folder: Path, way: str, stack: ExitStack) -> Generator[None]:
+    model = built(settings.shape(len(text.vocabulary)), settings.seed)
+    optimizer, state, step = adam(model, settings), start(model, settings.batch), 0
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recorder = None
+    if way != "bare":
+        recorder = stack.enter_context(
+            dualform.record(model, optimizer, folder, overwrite=True, **options(text, settings, way))
+        )
+    while True:
+        read = batch(text.train.ids, step, settings.batch, settings.window)
+        if recorder is not None:
+            recorder.batch(**{COLUMN: read.positions})
+        _, state = train_step(model, optimizer, read, state, step, settings)
+        step += 1
+        yield
