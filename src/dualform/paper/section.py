@@ -23,9 +23,9 @@ class Section:
         return f"## {self.title}\n\n{self.text}\n"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
-    rule = ["---", *["--:"] * (len(header) - 1)]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table; the first columns (so many) are words, the others are numbers."""
+    rule = [*["---"] * words, *["--:"] * (len(header) - words)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 

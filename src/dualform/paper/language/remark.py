@@ -19,7 +19,7 @@ from dualform.figures.retrieval import visible
 from dualform.paper.language import text as texts
 from dualform.paper.language.marking import marked
 from dualform.paper.language.queries import chosen, papers
-from dualform.paper.language.rankings import Retrieved
+from dualform.paper.language.rankings import Retrieved, rank_of
 from dualform.paper.language.training import bits
 from dualform.paper.language.transformer import Settings, built, evaluate, train
 from dualform.paper.language.two_levels import BEST, Levels, TwoLevels
@@ -49,6 +49,9 @@ class Found:
     shown: dict[str, list[Retrieval]]
     """By what is asked: each block."""
     answers: dict[str, list[tuple[str, float]]]
+    theirs: dict[str, list[int]]
+    """How the last block's first level ranks the passages that the paper's LSTM found."""
+    positions: int
 
 
 def run(
@@ -92,8 +95,10 @@ def ask(
         progress("asking", block, settings.blocks)
         levels.append(two.measure(chosen(text, QUERIES), block))
     progress("asking", settings.blocks, settings.blocks)
-    answers = {}
+    answers, theirs = dict[str, list[tuple[str, float]]](), dict[str, list[int]]()
     for words, one in asked.items():
+        scores = two.first_level(two.levels(one, blocks[-1])[1][-1:], blocks[-1])[0]
+        theirs[words] = [rank_of(scores, position) for position in one.theirs]
         best = two.answer(one).topk(min(3, len(text.vocabulary)))
         answers[words] = [
             (text.vocabulary[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -107,6 +112,8 @@ def ask(
         levels,
         {words: [two.look(one, block) for block in blocks] for words, one in asked.items()},
         answers,
+        theirs,
+        len(text.train),
     )
 
 
@@ -131,7 +138,7 @@ def page(found: Found, command: str) -> str:
         "# Remark 3.5: self-attention as two levels of retrieval",
         f"Made by `{command}`. A Transformer language model on the characters of Aesop's Fables: {s.blocks} blocks of width {s.width} with "
         f"{s.heads} heads, {s.window} characters at a time, distances in the softmax alone (ALiBi); Adam, lr {s.lr:g}, gradient norms clipped "
-        f"at {s.clip:g}, {s.steps} steps of {s.batch} windows in {found.seconds / 60:.0f} min with recording. Loss "
+        f"at {s.clip:g}, {s.steps} steps of {s.batch} windows in {found.seconds / 60:.0f} min with recording (times depend on what else the machine does). Loss "
         f"{bits(found.losses[-1]):.2f} bits a character in the last step; {found.test_bits:.2f} on the test text.",
         "![Loss while training](figures/training.png)",
         "## The two levels\n\nThe projections of a token's vector x to query, key and value are linear layers, so each has its dual form, "
@@ -175,7 +182,7 @@ def _examples(found: Found) -> str:
         likely = ", ".join(f"`{visible(token)}` {percent(p)}" for token, p in found.answers[words])
         title = _shown(words)
         parts.append(
-            f"## “… {title[-40:]}”\n\nThe model's next character: {likely}.\n\n![Both levels of block {last} for the prompt “{title}”]"
+            f"## “… {title[-40:]}”\n\nThe model's next character: {likely}.{_theirs(found, words)}\n\n![Both levels of block {last} for the prompt “{title}”]"
             f"(figures/query-{number + 1}.png)\n\n*Above: how each head's softmax shares out its attention over the prompt. Below: the positions of "
             f"the training text with the highest key · query, in the mean over their visits, for the token that asks, for the tokens with the largest "
             f"share in some head, and for each head's mixture.*"
@@ -184,14 +191,24 @@ def _examples(found: Found) -> str:
     return "\n\n".join(parts)
 
 
+def _theirs(found: Found, words: str) -> str:
+    if not found.theirs[words]:
+        return ""
+    ranks = ", ".join(f"{rank:,}" for rank in found.theirs[words])
+    return (
+        f" The passages that the paper's LSTM attends to most for this query have the ranks {ranks} of {found.positions:,} positions in the "
+        f"first level of block {found.settings.blocks - 1}."
+    )
+
+
 def _block(block: int, one: Retrieval) -> str:
     """Another block, in words: the best position of each vector."""
     rows = [
-        (reading.name, f"{spot.weight:.0f}", marked(spot.before[-30:], spot.token, spot.after[:30]))
+        (reading.name, marked(spot.before[-30:], spot.token, spot.after[:30]), f"{spot.weight:.0f}")
         for reading in (one.asked, *one.attended.values(), *one.heads)
         for spot in reading.spots[:1]
     ]
-    return f"<details><summary>Block {block}: the best position of each</summary>\n\n{table(('', 'weight', 'training text'), rows)}\n\n</details>"
+    return f"<details><summary>Block {block}: the best position of each</summary>\n\n{table(('', 'training text', 'weight'), rows, 2)}\n\n</details>"
 
 
 def _shown(words: str) -> str:
