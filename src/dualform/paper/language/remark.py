@@ -98,6 +98,8 @@ def ask(
     answers, theirs = dict[str, list[tuple[str, float]]](), dict[str, list[int]]()
     for words, one in asked.items():
         scores = two.first_level(two.levels(one, blocks[-1])[1][-1:], blocks[-1])[0]
+        if one.part == "train":
+            scores[one.position] = -np.inf
         theirs[words] = [rank_of(scores, position) for position in one.theirs]
         best = two.answer(one).topk(min(3, len(text.vocabulary)))
         answers[words] = [
