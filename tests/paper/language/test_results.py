@@ -1,0 +1,79 @@
+"""From a tiny recorded language model to its page; attention by position beside a loop over its slots."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from made import made
+
+from dualform.paper.language import queries, results, tables
+from dualform.paper.language.asking import Recorded
+from dualform.paper.language.queries import Query, Table
+from dualform.paper.language.recording import train
+from dualform.paper.language.settings import Settings
+
+STORY = "the fox saw the crow . the crow ate <unk> cheese .\n"
+BOOK = made("a fox ate the cheese . the crow saw a fox .\n" * 3, "word", STORY * 5 + "a")
+SETTINGS = Settings(embedding=4, state=6, batch=2, steps=12, lr=1e-2, clip=1.0, window=5)
+TABLE = Table(5, "eating", "a fox [ate] the", ("crow [ate] cheese",))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same training with sums by position and with all slots."""
+    found = {keep: tmp_path_factory.mktemp(keep) / "run" for keep in ("totals", "slots")}
+    for keep, folder in found.items():
+        train(BOOK, SETTINGS, folder, keep=keep)
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.setitem(queries.TABLES, "made", (TABLE,))
+    monkeypatch.setattr(tables, "OUTSIDE", 2)
+    monkeypatch.setitem(tables.WINDOW, "word", 4)
+
+
+def test_attention_is_the_mean_over_the_visits(folders, asked):
+    query = Query("test", 0, 9)
+    found = results.answered(Recorded(folders["totals"]), query)
+    slots = Recorded(folders["slots"]).dual
+    vector = slots.attend(torch.tensor(query.prompt(BOOK).astype("int64"))[None])["lstm"].queries[0, -1]
+    keys = slots.layer("lstm").keys
+    places = np.concatenate([np.array(row) for row in slots.rows["text_position"].to_list()])
+    each = [
+        [float(key @ vector) for key, place in zip(keys, places, strict=True) if place == n]
+        for n in range(len(BOOK.train))
+    ]
+    visits = [len(some) for some in each]
+    assert min(visits) != max(visits)
+    means = [sum(some) / max(len(some), 1) for some in each]
+    for place in (*found.top, *found.lexical):
+        assert place.attention == pytest.approx(means[place.position], abs=2e-3)  # slots are stored in float16
+        assert place.visits == visits[place.position]
+    assert found.top[0].attention == pytest.approx(max(means), abs=2e-3)
+
+
+def test_the_page_of_a_recording(folders, asked, tmp_path):
+    page = results.report(folders["totals"], tmp_path, command="dualform paper made", count=4)
+    content = page.read_text()
+    assert "## Table 5: eating" in content
+    assert f"12 steps, {120 / len(BOOK.train):.1f} epochs" in content
+    for picture in re.findall(r"\((figures/[^)]+)\)", content):
+        assert (tmp_path / picture).exists()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["answers"]) == 5
+    (theirs,) = found["answers"][0]["theirs"]
+    assert theirs["token"] == "ate"
+    assert found["visits"]["most"] - found["visits"]["least"] == 1
+    assert found["epochs"] == pytest.approx(12 * 2 * 5 / len(BOOK.train))
+    again = results.write_page(tmp_path, ["## More"])
+    assert again.read_text() == content + "\n## More\n"
+
+
+def test_a_text_without_tables_has_queries_by_the_rule(folders, tmp_path):
+    page = results.report(folders["totals"], tmp_path, command="", count=2)
+    assert "## Table" not in page.read_text()
+    assert page.read_text().count("### Query") == 2
