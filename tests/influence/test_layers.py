@@ -31,10 +31,21 @@ def ask(run, **settings):
     return run.dual.influence(asked, target=UNITS, segments=SEGMENTS, **settings)
 
 
-def test_the_kernel_is_that_of_autograds_gradients(run):
+def by_autograd(run, moments):
+    """The kernel's scores with autograd's own gradients."""
     given = networks.inputs(run.name)
-    expected = [reference.kernel(run, given, networks.LABELS, segment, given[-2:], UNITS) for segment in SEGMENTS]
-    np.testing.assert_allclose(everything(ask(run, method="kernel")), np.concatenate(expected, 1), **EXACT)
+    return np.concatenate(
+        [
+            reference.kernel(run, given, networks.LABELS, segment, moment, given[-2:], UNITS)
+            for segment, moment in zip(SEGMENTS, moments, strict=True)
+        ],
+        1,
+    )
+
+
+def test_the_kernel_is_that_of_autograds_gradients(run):
+    found = ask(run, method="kernel")
+    np.testing.assert_allclose(everything(found), by_autograd(run, found.moments), **EXACT)
 
 
 def test_layers_and_slots_add_up_to_rows(run):
@@ -55,19 +66,19 @@ def test_a_large_sketch_is_the_kernel(run):
 def test_whitened_is_the_dense_one_of_each_layers_slots(run):
     found = ask(run)
     for name in found:
-        expected = np.concatenate([dense(run, name, segment) for segment in SEGMENTS], 1)
+        expected = [dense(run, name, *both) for both in zip(SEGMENTS, found.moments, strict=True)]
         layer = found[name]
         slots = torch.cat([numbers for numbers, _ in layer.scores()])
         assert slots.tolist() == list(range(len(slots)))
-        np.testing.assert_allclose(everything(layer), expected, **EXACT, err_msg=name)
+        np.testing.assert_allclose(everything(layer), np.concatenate(expected, 1), **EXACT, err_msg=name)
 
 
-def dense(run, name, segment, damping=0.3):
+def dense(run, name, segment, moment, damping=0.3):
     """S⁻¹ G A⁻¹ with G from autograd, A and S from slots; its inner product with each slot's error ⊗ (key, constant)."""
     store = run.dual.store
     _, layer = store.layer(name)
     keys, errors, rows = slots(store, name, segment)
-    model = reference.at(run.model, run.checkpoints[sum(segment) // 2])
+    model = reference.at(run.model, run.checkpoints[moment])
     given = networks.inputs(run.name)[-2:]
     gradients = [
         reference.gradients(model, x, lambda y, u=unit: reference.margin(y[0], u))
@@ -155,7 +166,6 @@ def test_a_gru_is_two_maps_and_an_lstm_one(run):
 def test_adam_runs_answer_too(name, tmp_path):
     run = networks.train(name, tmp_path / "run", adam=True)
     run.name = name
-    given = networks.inputs(name)
-    expected = [reference.kernel(run, given, networks.LABELS, s, given[-2:], UNITS) for s in SEGMENTS]
-    np.testing.assert_allclose(everything(ask(run, method="kernel")), np.concatenate(expected, 1), **EXACT)
+    found = ask(run, method="kernel")
+    np.testing.assert_allclose(everything(found), by_autograd(run, found.moments), **EXACT)
     assert np.isfinite(everything(ask(run))).all()

@@ -24,7 +24,11 @@ def everything(answer):
 def test_whitened_is_the_dense_one_in_each_layer_and_in_sum(trained, asked):
     found = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS)
     expected = np.concatenate(
-        [reference.whitened(trained, *samples(), segment, asked, UNITS, ["0", "2"]) for segment in SEGMENTS], axis=2
+        [
+            reference.whitened(trained, *samples(), segment, moment, asked, UNITS, ["0", "2"])
+            for segment, moment in zip(SEGMENTS, found.moments, strict=True)
+        ],
+        axis=2,
     )
     for place, layer in enumerate(("0", "2")):
         np.testing.assert_allclose(everything(found[layer]), expected[place], rtol=1e-8, atol=1e-10)
@@ -34,7 +38,11 @@ def test_whitened_is_the_dense_one_in_each_layer_and_in_sum(trained, asked):
 def test_the_kernel_is_the_dense_one(trained, asked):
     found = trained.dual.influence(asked, target=UNITS, segments=SEGMENTS, method="kernel")
     expected = np.concatenate(
-        [reference.kernel(trained, *samples(), segment, asked, UNITS) for segment in SEGMENTS], axis=1
+        [
+            reference.kernel(trained, *samples(), segment, moment, asked, UNITS)
+            for segment, moment in zip(SEGMENTS, found.moments, strict=True)
+        ],
+        axis=1,
     )
     np.testing.assert_allclose(everything(found), expected, rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(everything(found["0"]) + everything(found["2"]), expected, rtol=1e-8, atol=1e-10)

@@ -35,8 +35,18 @@ def test_many_epochs_are_thinned_out_but_the_first_and_the_last_stay(dual):
 def test_without_samples_the_run_is_cut_evenly(tmp_path):
     run = train(tmp_path / "run", steps=4)
     store = run.dual.store
-    assert segments(store, 4, [(1, 3)]) == [Segment(1, 3, 5, 15)]
-    assert segments(store, 4, [(1, 3)])[0].moment == 2
+    assert segments(store, 4, [(1, 3)]) == [Segment(1, 3, 5, 15, 2)]
+
+
+def test_queries_are_asked_in_the_middle_or_at_a_snapshot_near_it(with_snapshots):
+    store = with_snapshots.dual.store
+    inside = [step for step in store.snapshot_steps() if 0 < step < 24]
+    assert inside
+    [found] = segments(store, 24, [(0, 24)])
+    assert found.moment == min(inside, key=lambda step: abs(step - 12))
+    free = next(step for step in range(1, 24) if step not in store.snapshot_steps())
+    [found] = segments(store, 24, [(free, free + 1)])
+    assert found.moment == free
 
 
 @pytest.mark.parametrize("given", [[], [(2, 1)], [(0, 2), (1, 3)], [(0, 7)], [(3, 3)]])

@@ -46,11 +46,11 @@ def flat(gradient):
     return np.concatenate([part.reshape(-1) for part in gradient.values()])
 
 
-def kernel(run, inputs, labels, segment, queries, units, damping=1.0):
+def kernel(run, inputs, labels, segment, moment, queries, units, damping=1.0):
     """The path kernel's scores, (queries, rows of the segment)."""
     begin, end = segment
     there = rows(run, inputs, labels, range(begin, end))
-    model = at(run.model, run.checkpoints[(begin + end) // 2])
+    model = at(run.model, run.checkpoints[moment])
     n = len(there)
     K = np.zeros((n, n))
     g = [-flat(of) / q for _, _, of, q in there]
@@ -73,11 +73,11 @@ def linear_map(model, name, gradient):
     return np.concatenate([gradient[f"{name}.weight"], gradient[f"{name}.bias"][:, None]], 1)
 
 
-def whitened(run, inputs, labels, segment, queries, units, layers, damping=0.3):
+def whitened(run, inputs, labels, segment, moment, queries, units, layers, damping=0.3):
     """The whitened path's scores by layer, (layers, queries, rows of the segment), for linear layers with a bias."""
     begin, end = segment
     there = rows(run, inputs, labels, range(begin, end))
-    model = at(run.model, run.checkpoints[(begin + end) // 2])
+    model = at(run.model, run.checkpoints[moment])
     found = np.zeros((len(layers), len(queries), len(there)))
     for place, name in enumerate(layers):
         of_rows = [linear_map(model, name, of) for _, _, of, _ in there]

@@ -19,17 +19,14 @@ SAMPLE = "sample_id"
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps begin ≤ step < end; their rows, by number; the weights in the middle are those that queries are asked of."""
+    """Steps begin ≤ step < end; their rows, by number."""
 
     begin: int
     end: int
     first_row: int
     end_row: int
-
-    @property
-    def moment(self) -> int:
-        """After so many steps queries are asked."""
-        return (self.begin + self.end) // 2
+    moment: int
+    """Queries are asked of the weights after so many steps."""
 
 
 def segments(
@@ -47,10 +44,17 @@ def segments(
     pairs = _told(given, end) if not isinstance(given, int) else _epochs(store, end, given, sample)
     rows = [np.searchsorted(steps, pair) for pair in pairs]
     return [
-        Segment(begin, stop, int(first), int(last))
+        Segment(begin, stop, int(first), int(last), _moment(begin, stop, store.snapshot_steps()))
         for (begin, stop), (first, last) in zip(pairs, rows, strict=True)
         if last > first
     ]
+
+
+def _moment(begin: int, end: int, snapshots: Sequence[int]) -> int:
+    """The middle; or a snapshot in the middle half, if there is one: its weights need not be rebuilt."""
+    middle = (begin + end) // 2
+    near = [step for step in snapshots if 4 * abs(step - middle) <= end - begin]
+    return min(near, key=lambda step: abs(step - middle), default=middle)
 
 
 def _told(given: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:

@@ -69,6 +69,11 @@ class RowInfluence(Answer):
         """The steps that were looked at, (begin, end)."""
         return [(segment.begin, segment.end) for segment in self._scored.segments]
 
+    @property
+    def moments(self) -> list[int]:
+        """After how many steps the queries were asked, for each segment."""
+        return [segment.moment for segment in self._scored.segments]
+
     def scores(self, *, where: pl.Expr | str | None = None) -> Iterator[Scores]:
         """Every score, chunk by chunk: (rows (m,), scores (examples, m))."""
         return self._scores(where)
