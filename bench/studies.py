@@ -184,7 +184,8 @@ def run(
     torch.manual_seed(seed)
     model = setting.network(data.kinds)
     optimizer = setting.optimizer(model)
-    recorder = None if into is None else dualform.record(model, optimizer, into, overwrite=True)
+    axes = {name: 0 for name, _ in model.named_children()} if data.inputs.dim() == 2 and labels.dim() == 2 else {}
+    recorder = None if into is None else dualform.record(model, optimizer, into, overwrite=True, batch_axis=axes)
     for _ in range(setting.epochs):
         for some in torch.split(ids[torch.randperm(len(ids))], setting.batch):
             if recorder is not None:

@@ -23,7 +23,11 @@ from dualform.errors import DualformError
 from dualform.version import __version__
 
 if TYPE_CHECKING:
+    import polars as pl
+
     import dualform
+    from dualform.evaluate.evaluation import Evaluator
+    from dualform.evaluate.fewer import FewOut
 
 FAILED, UNUSABLE = 1, 2
 EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "pooch": "paper"}
@@ -340,6 +344,16 @@ def evaluate(
     view: Annotated[
         list[str] | None, typer.Option(help="Only this view; may be given several times.", show_default="all")
     ] = None,
+    leave_out: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also: train without the so many samples that support a test example most.", show_default=False
+        ),
+    ] = None,
+    tail_patch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Language runs, also: one step on the so many best passages.", show_default=False),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that train, one thread each.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Folder that keeps the trainings.", show_default="RUN-retrained")
@@ -352,7 +366,9 @@ def evaluate(
     What an interrupted evaluation has trained is not trained again.
     """
     from dualform.evaluate.evaluation import prepare
-    from dualform.terminal import show_evaluation
+    from dualform.evaluate.fewer import leave_few_out
+    from dualform.evaluate.tailpatch import tail_patch as patched
+    from dualform.terminal import show_also, show_evaluation
 
     asked = prepare(
         run,
@@ -365,17 +381,39 @@ def evaluate(
         workers=workers,
         seed=seed,
     )
+    _announce(asked)
+    also: dict[str, pl.DataFrame] = {}
+    with _progress() as progress:
+        found = asked.run(progress)
+        if leave_out is not None:
+            few = leave_few_out(
+                asked.dual,
+                asked.study,
+                leave_out,
+                out=asked.retrained.folder,
+                repeats=repeats,
+                views=view,
+                workers=workers,
+                progress=progress,
+            )
+            _announce(few)
+            also["leave_out"] = few.run(progress)
+        if tail_patch is not None:
+            also["tail_patch"] = patched(asked.dual, asked.study, tail_patch, views=view, progress=progress)
+    if as_json:
+        _print_json(found.to_dict() | {name: frame.to_dicts() for name, frame in also.items()})
+    else:
+        show_evaluation(Console(), found)
+        for name, frame in also.items():
+            show_also(Console(), name, frame, leave_out if name == "leave_out" else tail_patch)
+
+
+def _announce(asked: Evaluator | FewOut) -> None:
     left = asked.estimate()
     print(
         f"{left.trainings} trainings to do, about {left.seconds / 60:.1f} min; they are kept in {asked.retrained.folder}",
         file=sys.stderr,
     )
-    with _progress() as progress:
-        found = asked.run(progress)
-    if as_json:
-        _print_json(found.to_dict())
-    else:
-        show_evaluation(Console(), found)
 
 
 def _study(run: Path, named: str | None) -> dualform.Study:

@@ -113,6 +113,11 @@ def show_mislabelled(console: Console, found: pl.DataFrame, auc: float | None) -
         console.print(Text(f"A planted wrong label ranks before a right one with probability {auc:.4f} (AUC)."))
 
 
+ALSO = {
+    "leave_out": "Trained without the {k} samples that support a test example most: by how much its target falls",
+    "tail_patch": "One step on the {k} passages that support a test example most: by how much its target rises",
+}
+"""The titles of further tests."""
 MEANINGS = {
     "attention": "what is looked at",
     "contribution": "what is read, exact",
@@ -137,6 +142,14 @@ def show_evaluation(console: Console, found: Evaluation) -> None:
     console.print(
         Text(f"The recorded model and those trained again order the test examples alike: {found.likeness:.3f}.")
     )
+
+
+def show_also(console: Console, name: str, found: pl.DataFrame, k: int | None) -> None:
+    """One line for each view, of a further test."""
+    table = _table(ALSO[name].format(k=k), *(column if column == "view" else f">{column}" for column in found.columns))
+    for view, *numbers in found.rows():
+        table.add_row(view, *(f"{number:.4f}" for number in numbers))
+    console.print(table)
 
 
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 
 import polars as pl
 
-from dualform.errors import NotRecordedError, QuestionError
+from dualform.errors import QuestionError
 from dualform.evaluate.lds import Interval, Lds, Truth
-from dualform.evaluate.peers import PEERS, installed
 from dualform.evaluate.ranks import spearman
 from dualform.evaluate.retrain import Estimate, Progress, Retrained
+from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.subsets import Subsets
-from dualform.evaluate.views import VIEWS, View, samples_of
+from dualform.evaluate.views import View, samples_of
 from dualform.query.opened import Dual, open
 
 KINDS = {"attention": "attention", "contribution": "contribution"} | dict.fromkeys(
@@ -73,16 +72,14 @@ class Evaluator:
         truth = Truth(self.subsets.kept(), self.subsets.outcomes(flat))
         lds: dict[str, Lds] = {}
         lines = []
-        for name, view in self.views.items():
-            before, why = time.perf_counter(), None
-            try:
-                lds[name] = truth.lds(view(self.dual, self.study, progress))
-            except NotRecordedError as error:  # a question that this run does not answer
-                why = str(error)
-            found = asdict(lds[name].interval) if name in lds else dict.fromkeys(("value", "low", "high"))
+        for one in scored(self.views, self.dual, self.study, progress):
+            found: dict[str, float | None] = dict.fromkeys(("value", "low", "high"))
+            if one.scores is not None:
+                lds[one.view] = truth.lds(one.scores)
+                found |= asdict(lds[one.view].interval)
             lines.append(
-                {"view": name, "kind": KINDS.get(name, "peer"), "lds": found.pop("value"), **found}
-                | {"seconds": time.perf_counter() - before, "why": why}
+                {"view": one.view, "kind": KINDS.get(one.view, "peer"), "lds": found.pop("value"), **found}
+                | {"seconds": one.seconds, "why": one.why}
             )
         now = self.study.judge(self.dual.primal())
         return Evaluation(
@@ -117,7 +114,7 @@ def prepare(
         raise QuestionError(f"workers={workers}: expected at least 1.")
     ids = samples_of(dual, study)
     drawn = Subsets(ids, subsets, repeats, seed, fraction)
-    return Evaluator(dual, study, Retrained(study, folder, workers), drawn, _chosen(views, study))
+    return Evaluator(dual, study, Retrained(study, folder, workers), drawn, chosen(views, study))
 
 
 def evaluate(
@@ -151,13 +148,3 @@ def evaluate(
         seed=seed,
     )
     return asked.run(progress)
-
-
-def _chosen(views: Sequence[str] | None, study: Study) -> dict[str, View]:
-    known = VIEWS | PEERS
-    if views is None:
-        return VIEWS | ({name: PEERS[name] for name in installed()} if study.samples is not None else {})
-    unknown = [name for name in views if name not in known]
-    if unknown or not views:
-        raise QuestionError(f"views={list(views)!r}: expected some of {', '.join(map(repr, known))}.")
-    return {name: known[name] for name in views}

@@ -20,7 +20,7 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, and its 95 % bootstrap interval over test examples and subsets."""
+    """A number, and its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -31,6 +31,12 @@ class Interval:
         """From the values that the bootstrap drew."""
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
         return Interval(value, low, high)
+
+
+def mean_interval(values: Tensor) -> Interval:
+    """The mean of independent values (n,), redrawn DRAWS times."""
+    counts = _counts(len(values), torch.Generator().manual_seed(0))
+    return Interval.of(float(values.mean()), counts @ values.double() / len(values))
 
 
 @dataclass(frozen=True)
