@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,9 +174,16 @@ class Samples:
 
 
 def run(
-    name: str, ids: Tensor, seed: int, into: Path | None = None, labels: Tensor | None = None, **columns: Any
+    name: str,
+    ids: Tensor,
+    seed: int,
+    into: Path | None = None,
+    labels: Tensor | None = None,
+    *,
+    epochs: int | None = None,
+    **columns: Tensor,
 ) -> nn.Module:
-    """Train on some samples; recorded if a folder is given. labels: others than the data's; columns: by sample."""
+    """Train on some samples; recorded if a folder is given. labels, epochs: others than usual; columns: by sample."""
     setting = SETTINGS[name]
     data = setting.data()
     labels = data.labels if labels is None else labels
@@ -186,7 +192,7 @@ def run(
     optimizer = setting.optimizer(model)
     axes = {name: 0 for name, _ in model.named_children()} if data.inputs.dim() == 2 and labels.dim() == 2 else {}
     recorder = None if into is None else dualform.record(model, optimizer, into, overwrite=True, batch_axis=axes)
-    for _ in range(setting.epochs):
+    for _ in range(epochs or setting.epochs):
         for some in torch.split(ids[torch.randperm(len(ids))], setting.batch):
             if recorder is not None:
                 kept = (

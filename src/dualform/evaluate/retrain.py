@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
@@ -97,7 +97,7 @@ class Retrained:
 
     @cached_property
     def _pickled(self) -> bytes:
-        return pickle.dumps(self.study)
+        return pickle.dumps(replace(self.study, samples=None))  # which no training needs
 
     def _check_travels(self) -> None:
         try:

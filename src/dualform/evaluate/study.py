@@ -46,7 +46,7 @@ class LogLikelihood:
 class Study:
     """How to train again on some of the samples, and the test examples that the outcome is judged by.
 
-    With several processes, `train`, `target` and `samples` travel to each of them: functions at the top of a module do.
+    With several processes, `train` and `target` travel to each of them: functions at the top of a module do.
     """
 
     model: nn.Module
