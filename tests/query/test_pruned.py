@@ -7,87 +7,160 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dualform.errors import QuestionError
-from dualform.query import attention, pruned
-from dualform.query.pruned import best_of
+from dualform.query import answers, attention, pruned
+from dualform.query.bounds import Contributions, Products, Seen
+from dualform.query.pruned import Wanted, best_of
+from dualform.query.ranking import ranked_by
+from dualform.query.sketch import sketch
 from reference import ranking
 from training import samples, train
 
 INPUTS, _ = samples()
-
-WAYS = {"highest": lambda s: s, "lowest": lambda s: -s, "absolute": lambda s: s.abs()}
+WAYS = ("highest", "lowest", "absolute")
 NUMBERS = st.sampled_from([-3.0, -1.0, 0.0, 0.25, 1.0, 2.0, 9.0])  # products are exact, and often equal
 
 
+def matrix(rows, columns):
+    return hnp.arrays(np.float64, st.tuples(rows, st.just(columns)), elements=NUMBERS)
+
+
+def seen(queries, vectors, numbers=None):
+    vectors = torch.as_tensor(vectors)
+    known = sketch(len(vectors), vectors.dtype, lambda some: vectors[some], [(0, vectors)])
+    numbers = torch.arange(len(vectors)) if numbers is None else numbers
+    return Seen(torch.as_tensor(queries), known, numbers, lambda some: vectors[some])
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Bounds are used for the smallest store, and whatever passes."""
+    for module in (answers, attention):
+        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(pruned, "DENSE", 2.0)
+    return monkeypatch
+
+
 @given(
-    keys=hnp.arrays(np.float64, st.tuples(st.integers(0, 40), st.just(3)), elements=NUMBERS),
-    queries=hnp.arrays(np.float64, st.tuples(st.integers(0, 7), st.just(3)), elements=NUMBERS),
+    keys=matrix(st.integers(1, 40), 3),
+    queries=matrix(st.integers(1, 7), 3),
     k=st.integers(1, 9),
-    tile=st.integers(1, 15),
+    look=st.integers(1, 15),
     block=st.integers(1, 4),
-    way=st.sampled_from(sorted(WAYS)),
+    groups=st.integers(1, 3),
+    way=st.sampled_from(WAYS),
 )
-def test_pruning_changes_no_answer(keys, queries, k, tile, block, way):
+def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, way):
+    codes = torch.arange(len(keys)) * 7 % 5 % groups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruned, "BLOCK", block)
-        tiles = [
-            (torch.arange(low, min(low + tile, len(keys))), torch.from_numpy(keys[low : low + tile]))
-            for low in range(0, len(keys), tile)
-        ]
-        best = best_of(torch.from_numpy(queries), tiles, k, WAYS[way])
-    scores = queries @ keys.T
-    for row in range(len(queries)):
-        decides = WAYS[way](torch.from_numpy(scores[row])).tolist()
-        expected = ranking.top(decides, k)
-        assert best.numbers[row].tolist() == expected
-        assert best.values[row].tolist() == scores[row, expected].tolist()
+        for name, value in {"QUERIES": block, "TILE": 3, "READ": 2, "LOOK": look, "TIMES": 1, "DENSE": 2.0}.items():
+            patch.setattr(pruned, name, value)
+        numbers = torch.arange(len(keys)) * 2  # numbers are not places
+        wanted = Wanted(k, way, numbers, codes if groups > 1 else None, groups)
+        found = best_of(Products(seen(queries, keys), way), len(queries), wanted, torch.float64)
+    scores = torch.from_numpy(queries @ keys.T)
+    for group, best in enumerate(found):
+        mine = torch.nonzero(codes == group)[:, 0]
+        for row in range(len(queries)):
+            expected = ranking.top(ranked_by(scores[row, mine], way).tolist(), k)
+            assert best.numbers[row].tolist() == numbers[mine[expected]].tolist()
+            assert best.values[row].tolist() == scores[row, mine[expected]].tolist()
 
 
-@pytest.mark.parametrize("many", [1, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_score_is_beyond_its_bound(dtype, scale, way):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(n, d):
+        return torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype)
+
+    keys, errors, weight, bias = draw(300, 40) * scale, draw(300, 30), draw(300, 1)[:, 0], draw(300, 1)[:, 0] * scale
+    keys[:20], errors[20:40] = 0, 0
+    queries, slopes = draw(7, 40), draw(7, 30)
+    here, places = slice(2, 7), torch.arange(10, 290)
+    products = Products(seen(queries, keys), way)
+    contributions = Contributions(seen(queries, keys), seen(slopes, errors), weight, bias, way)
+    plain = {
+        products: queries @ keys.T,
+        contributions: (queries @ keys.T * weight + bias) * (slopes @ errors.T),
+    }
+    for bounds, scores in plain.items():
+        torch.testing.assert_close(bounds.exact(here, places), scores[2:7, 10:290], rtol=1e-4, atol=1e-4 * scale)
+        assert (ranked_by(scores[2:7, 10:290], way) <= bounds.bound(here, places)).all()
+        assert (scores.abs() <= bounds.sizes[:, None] * bounds.lengths).all()
+
+
+def test_a_sketch_bounds_inner_products():
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randn(500, 6, generator=generator) @ torch.randn(6, 50, generator=generator)
+    keys, queries = few[:400] + 0.1 * torch.randn(400, 50, generator=generator), few[400:]
+    both = seen(queries, keys)
+    off = (queries.double() @ keys.double().T - both.near[:, :-1].double() @ both.table[:, :-1].double().T).abs()
+    assert (off <= both.near[:, -1:] * both.table[:, -1]).all()
+    assert (both.table[:, -1] < 0.3 * both.lengths).all()  # that is what makes it worth while
+
+
+def test_few_keys_are_read():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.rand(20_000, 4, generator=generator) @ torch.randn(4, 60, generator=generator)
+    queries, read = keys[:5] + 0.01, []
+
+    class Counted(Products):
+        def exact(self, queries, places):
+            read.append(len(places))
+            return super().exact(queries, places)
+
+    [best] = best_of(Counted(seen(queries, keys), "highest"), 5, Wanted(3, "highest", torch.arange(20_000)), keys.dtype)
+    assert torch.equal(best.numbers, (queries @ keys.T).topk(3, dim=1).indices)
+    assert sum(read) < 500
+
+
+def test_bounds_that_tell_nothing_are_given_up():
+    keys = torch.nn.functional.normalize(torch.randn(3000, 200, generator=torch.Generator().manual_seed(0)), dim=1)
+    bounds = Products(seen(keys[:2], keys), "lowest")
+    assert best_of(bounds, 2, Wanted(900, "lowest", torch.arange(3000)), keys.dtype) is None
+
+
+@pytest.mark.parametrize("small", [0, 1000])
 @pytest.mark.parametrize(("k", "way"), [(0, {}), (True, {}), (2.5, {}), (3, {"absolute": True, "lowest": True})])
-def test_best_refuses_what_top_refuses(tmp_path, monkeypatch, many, k, way):
-    monkeypatch.setattr(attention, "MANY", many)
+def test_best_refuses_what_top_refuses(tmp_path, monkeypatch, small, k, way):
+    monkeypatch.setattr(answers, "SMALL", small)
     answer = train(tmp_path / "run", steps=1).dual.attend(INPUTS)["2"]
     for ask in (answer.top, answer.best):
         with pytest.raises(QuestionError):
             ask(k, **way)
 
 
-def test_short_keys_are_not_multiplied(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.rand(2000, 5, generator=generator) * torch.linspace(2, 0.01, 2000).unsqueeze(1)
-    queries, multiplied = torch.rand(10, 5, generator=generator), []
-
-    def counted(scores):
-        multiplied.append(scores.numel())
-        return scores
-
-    tiles = list(zip(torch.arange(2000).split(100), keys.split(100), strict=True))
-    best = best_of(queries, tiles, 3, counted)
-    assert torch.equal(best.numbers, (queries @ keys.T).topk(3, dim=1).indices)
-    assert sum(multiplied) < 2000 * 10 / 4
-
-
+@pytest.mark.parametrize("question", ["attend", "contributions"])
 @pytest.mark.parametrize("way", [{}, {"lowest": True}, {"absolute": True}, {"where": pl.col("label") != 1}])
-def test_many_queries_get_what_few_get(tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("per", [{}, {"per": "label"}])
+def test_answers_are_those_of_all_scores(tmp_path, always, question, way, per):
     dual = train(tmp_path / "run").dual
-    for layer in dual.layers:
-        few = dual.attend(INPUTS)[layer].top(4, **way)
-        monkeypatch.setattr(attention, "MANY", 1)
-        many = dual.attend(INPUTS)[layer].top(4, **way)
-        monkeypatch.undo()
-        assert many["slot"].to_list() == few["slot"].to_list()
-        assert np.allclose(many["weight"], few["weight"], rtol=1e-12, atol=1e-12)
+    for moment in (dual, dual.until(5)):
+        for layer in dual.layers:
+            bounded = getattr(moment, question)(INPUTS)[layer].top(4, **way, **per)
+            with pytest.MonkeyPatch.context() as patch:
+                for module in (answers, attention):
+                    patch.setattr(module, "SMALL", 1 << 40)
+                plain = getattr(moment, question)(INPUTS)[layer].top(4, **way, **per)
+            assert bounded.drop("weight", "contribution", strict=False).equals(
+                plain.drop("weight", "contribution", strict=False)
+            )
+            [value] = {"weight", "contribution"} & set(plain.columns)
+            assert np.allclose(bounded[value], plain[value], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7, 1000])
 @pytest.mark.parametrize("way", [{}, {"lowest": True}, {"absolute": True}])
-def test_keys_that_several_slots_share(tmp_path, monkeypatch, k, way):
+def test_keys_that_several_slots_share(tmp_path, always, k, way):
     """The input layer sees each sample again and again: its keys are multiplied once."""
     dual = train(tmp_path / "run", steps=12).dual
     assert dual.store.key_count("0") < dual.store.slots("0")
     for moment in (dual, dual.until(7)):
-        few = moment.attend(INPUTS)["0"].top(k, **way)
-        monkeypatch.setattr(attention, "MANY", 1)
-        many = moment.attend(INPUTS)["0"].top(k, **way)
-        monkeypatch.undo()
-        assert many["slot"].to_list() == few["slot"].to_list()
+        bounded = moment.attend(INPUTS)["0"].top(k, **way)
+        every = next(iter(moment.attend(INPUTS)["0"].weights()))
+        for query in range(3):
+            decides = ranked_by(every.scores[query, 0], next(iter(way), "highest")).tolist()
+            expected = every.slots[ranking.top(decides, k)].tolist()
+            assert bounded.filter(query=query)["slot"].to_list() == expected

@@ -19,13 +19,17 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.query.groups import Groups
 from dualform.query.masks import Bools, Mask
-from dualform.query.ranking import Best
+from dualform.query.pruned import Bounds, Wanted, best_of
+from dualform.query.ranking import Best, Way, ranked_by
+from dualform.query.remembered import remembered
 from dualform.query.slots import describe
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
 TILE_BYTES = 64 << 20
 """How large a tile of scores (queries × slots) may be."""
+SMALL = 1 << 14
+"""Of fewer slots, all scores are computed."""
 FEW_GROUPS = 64
 """Up to this many groups, sums are a product with a 0/1 matrix."""
 
@@ -68,6 +72,8 @@ class Answer(ABC):
 
     value: str
     """The name of a score in frames."""
+    _bounded = False
+    """Whether something is known of scores before they are computed."""
     _terms = 1
     """How many numbers are held at a time for each score."""
 
@@ -100,13 +106,13 @@ class Answer(ABC):
         per: the k best slots of each group that these columns make, e.g. of each label, in one scan. absolute: rank by size and
         sum sizes, as the paper's figures do. lowest: from the other end. Ties go to the lower slot number.
         """
-        check(k, absolute, lowest)
+        way = check(k, absolute, lowest)
         if by is not None:
             if per is not None:
                 raise QuestionError("top(): by and per do not go together.")
             return self._top_groups(k, by, where, absolute, lowest)
         if per is not None:
-            return self._top_per(k, per, where, absolute, lowest)
+            return self._top_per(k, per, where, way)
         ranked = self.best(k, where=where, absolute=absolute, lowest=lowest)
         return self._described(self._frame(slice(0, self._address.height), ranked))
 
@@ -114,32 +120,78 @@ class Answer(ABC):
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
     ) -> Ranked:
         """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
-        check(k, absolute, lowest)
+        way = check(k, absolute, lowest)
         self._needs_scan("single slots")
+        found = self._pruned(k, way, where, None)
+        return self._multiplied(k, way, where) if found is None else Ranked(found[0].numbers, found[0].values)
+
+    def _multiplied(self, k: int, way: Way, where: pl.Expr | str | None) -> Ranked:
+        """The best slots of each query: all scores are computed."""
         pieces = []
         for queries in self._query_blocks(k):
             best = Best(queries.stop - queries.start, k, self._dtype)
             for numbers, scores, _, _ in self._stream(queries, where):
-                best.add(ranked_by(scores, absolute, lowest), numbers, scores)
+                best.add(ranked_by(scores, way), numbers, scores)
             pieces.append(Ranked(best.numbers, best.values))
         return Ranked.join(pieces, self._dtype)
 
-    def _top_per(
-        self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
-    ) -> pl.DataFrame:
+    def _bounds(self, slots: Tensor, way: Way) -> Bounds | None:
+        """What is known of the scores of some slots beforehand, if anything."""
+        return None
+
+    def _pruned(self, k: int, way: Way, where: pl.Expr | str | None, groups: Groups | None) -> list[Best] | None:
+        """The best slots of each query, in each group if there are any; None: compute all scores."""
+        small = not self._bounded or self._store.slots(self.layer.name) < SMALL
+        if small or (groups is not None and len(groups) > FEW_GROUPS):
+            return None
+        places, codes = self._taking_part(where, groups)
+        bounds = self._bounds(places, way)
+        if bounds is None:
+            return None
+        wanted = Wanted(k, way, places, codes, 1 if groups is None else len(groups))
+        return best_of(bounds, self._address.height, wanted, self._dtype)
+
+    def _taking_part(self, where: pl.Expr | str | None, groups: Groups | None) -> tuple[Tensor, Tensor | None]:
+        """The numbers of the slots that take part, (n,), and the group of each."""
+        chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
+        total = sum(chunk.slots for chunk in chunks)
+        codes = None if groups is None else torch.from_numpy(np.concatenate([groups(chunk) for chunk in chunks]))
+        if where is None:
+            return torch.arange(total), codes
+        mask = Mask(self._store, where, self._end)
+        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([mask(chunk) for chunk in chunks])))
+        return numbers, None if codes is None else codes[numbers]
+
+    def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._needs_scan("single slots")
-        groups = Groups(self._store, self.layer.name, per, self._end)
+        groups = self._groups(per)
         frames = [self._frame(slice(0, 0), Ranked.join([], self._dtype))]
-        for queries in self._query_blocks(k * len(groups)):
-            bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups))]
-            for numbers, scores, chunk, places in self._stream(queries, where):
-                ranked, codes = ranked_by(scores, absolute, lowest), groups(chunk)[places]
-                for code in np.unique(codes):
-                    here = torch.from_numpy(np.flatnonzero(codes == code))
-                    bests[code].add(ranked[:, here], numbers[here], scores[:, here])
-            frames += [self._frame(queries, Ranked(best.numbers, best.values)) for best in bests]
+        whole = slice(0, self._address.height)
+        found = self._pruned(k, way, where, groups)
+        if found is None:
+            for queries in self._query_blocks(k * len(groups)):
+                bests = self._multiplied_per(queries, k, way, where, groups)
+                frames += [self._frame(queries, Ranked(best.numbers, best.values)) for best in bests]
+        else:
+            frames += [self._frame(whole, Ranked(best.numbers, best.values)) for best in found]
         names = ["slot_position" if name == "position" else name for name in groups.by]
         return self._described(pl.concat(frames)).sort([*self._address.columns, *names, "rank"])
+
+    def _groups(self, by: str | Sequence[str]) -> Groups:
+        store, name, end = self._store, self.layer.name, self._end
+        key = by if isinstance(by, str) else tuple(by)
+        return remembered(store, ("groups", name, key, end), lambda: Groups(store, name, by, end))
+
+    def _multiplied_per(
+        self, queries: slice, k: int, way: Way, where: pl.Expr | str | None, groups: Groups
+    ) -> list[Best]:
+        bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups))]
+        for numbers, scores, chunk, places in self._stream(queries, where):
+            ranked, codes = ranked_by(scores, way), groups(chunk)[places]
+            for code in np.unique(codes):
+                here = torch.from_numpy(np.flatnonzero(codes == code))
+                bests[code].add(ranked[:, here], numbers[here], scores[:, here])
+        return bests
 
     def _described(self, frame: pl.DataFrame) -> pl.DataFrame:
         found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
@@ -214,7 +266,7 @@ class Answer(ABC):
                 return Sums(view.groups.select(columns), totals, view.visits(self.layer), view.groups.select(columns))
         also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
         self._needs_scan(f"totals by {'+'.join(columns)}{also}")
-        groups = Groups(self._store, self.layer.name, by, self._end)
+        groups = self._groups(by)
         totals, visits, first = self._scanned(groups, where, absolute)
         order = first.argsort(stable=True)
         values, described = (
@@ -282,14 +334,10 @@ class Answer(ABC):
         )
 
 
-def check(k: object, absolute: bool, lowest: bool) -> None:
-    """Refuse a question for the best that makes no sense."""
+def check(k: object, absolute: bool, lowest: bool) -> Way:
+    """Refuse a question for the best that makes no sense; else say which are the best."""
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise QuestionError(f"top({k!r}): expected a whole number of at least 1.")
     if absolute and lowest:
         raise QuestionError("top(): absolute and lowest do not go together.")
-
-
-def ranked_by(scores: Tensor, absolute: bool, lowest: bool) -> Tensor:
-    """What decides: the highest of these are the best."""
-    return scores.abs() if absolute else -scores if lowest else scores
+    return "absolute" if absolute else "lowest" if lowest else "highest"

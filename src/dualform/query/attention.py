@@ -12,16 +12,15 @@ from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
-from dualform.query.answers import FEW_GROUPS, Answer, Ranked, Scores, check, ranked_by
+from dualform.query.answers import FEW_GROUPS, SMALL, Answer, Ranked, Scores, check
+from dualform.query.bounds import Products, seen
 from dualform.query.groups import Groups
-from dualform.query.masks import Mask
-from dualform.query.pruned import best_of, spread
-from dualform.query.visits import Visits
+from dualform.query.pruned import Bounds, Wanted, best_of, spread
+from dualform.query.ranking import Best, Way, ranked_by
+from dualform.query.visits import Visits, keys_of, visits_of
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
-MANY = 64
-"""From so many queries on, keys that are too short to matter are left out."""
 QUERIES = 2048
 """So many are multiplied with a stretch of keys at a time."""
 
@@ -30,6 +29,7 @@ class LayerAttention(Answer):
     """The attention weights of one layer. Nothing is computed until it is asked for."""
 
     value = "weight"
+    _bounded = True
 
     def __init__(
         self, store: Store, layer: Layer, end: int, queries: Tensor, dtype: torch.dtype, columns: Sequence[int] = ()
@@ -52,23 +52,43 @@ class LayerAttention(Answer):
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
     ) -> Ranked:
         """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
-        check(k, absolute, lowest)
-        if len(self._flat) < MANY or self.layer.form != "vectors" or self._store.manifest.keep == "totals":
+        way = check(k, absolute, lowest)
+        store = self._store
+        if where is not None or store.manifest.keep == "totals" or not store.has_equal_keys(self.layer.name):
             return super().best(k, where=where, absolute=absolute, lowest=lowest)
-        queries = part(self._flat, self._columns)
-        if where is None and self._store.has_equal_keys(self.layer.name):
-            visits = Visits(self._store, self.layer.name, self._end)
-            keys = ((n, part(keys, self._columns)) for n, keys in visits.keys(self._dtype))
-            found = best_of(queries, keys, k, lambda scores: ranked_by(scores, absolute, lowest))
-            found = spread(found, visits.slots_of, k)
-        else:
-            found = best_of(queries, self._tiles(where), k, lambda scores: ranked_by(scores, absolute, lowest))
-        return Ranked(found.numbers, found.values)
+        visits = visits_of(store, self.layer.name, self._end)
+        bounds = self._products(visits.visited, way) if len(visits.visited) >= SMALL else None
+        wanted = Wanted(k, way, visits.visited)
+        found = None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
+        every = self._best_keys(visits, k, way) if found is None else found[0]
+        slots = spread(every, visits.slots_of, k)
+        return Ranked(slots.numbers, slots.values)
+
+    def _best_keys(self, visits: Visits, k: int, way: Way) -> Best:
+        """The best keys of each query: all are multiplied."""
+        queries, pieces = part(self._flat, self._columns), []
+        for block in self._query_blocks(k):
+            best = Best(block.stop - block.start, k, self._dtype)
+            for numbers, keys in visits.keys(self._dtype):
+                scores = queries[block] @ part(keys, self._columns).T
+                best.add(ranked_by(scores, way), numbers, scores)
+            pieces.append(best)
+        return Best.join(pieces, k, self._dtype)
+
+    def _bounds(self, slots: Tensor, way: Way) -> Bounds | None:
+        if self.layer.form != "vectors":
+            return None
+        return self._products(keys_of(self._store, self.layer.name, self._end, slots), way)
+
+    def _products(self, keys: Tensor, way: Way) -> Products | None:
+        if self._columns:
+            return None
+        return Products(seen(self._store, self.layer, "key", self._flat, keys), way)
 
     def _scanned(self, groups: Groups, where: pl.Expr | str | None, absolute: bool) -> tuple[Tensor, Tensor, Tensor]:
         if where is not None or not self._store.has_equal_keys(self.layer.name) or len(groups) > FEW_GROUPS:
             return super()._scanned(groups, where, absolute)
-        visits = Visits(self._store, self.layer.name, self._end)
+        visits = visits_of(self._store, self.layer.name, self._end)
         counts, first = visits.by_group(groups)
         queries = part(self._flat, self._columns)
         totals = torch.zeros(len(queries), len(groups), dtype=torch.float64)
@@ -80,20 +100,6 @@ class LayerAttention(Answer):
                     scores.dtype
                 )
         return totals, counts.sum(0), first
-
-    def _tiles(self, where: pl.Expr | str | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Slot numbers and keys, in their order."""
-        mask = None if where is None else Mask(self._store, where, self._end)
-        for chunk in self._store.chunks(self.layer.name, end_step=self._end):
-            kept = None if mask is None else mask(chunk)
-            for low, high in chunk.pieces(max(1, (self.layer.d_in + self.layer.d_out) // 4)):
-                numbers = torch.arange(low, high)
-                if kept is not None:
-                    numbers = numbers[torch.from_numpy(kept[low:high])]
-                    if not len(numbers):
-                        continue
-                keys = part(chunk.keys(self._dtype, low, high).vectors(), self._columns)
-                yield numbers + chunk.first_slot, keys if kept is None else keys[numbers - low]
 
     def part(self, name: str) -> LayerAttention:
         """For recurrent layers: the weights of the "input" or of the "recurrent" part of the keys alone."""

@@ -27,6 +27,10 @@ from dualform.layers.keys import part
 from dualform.layers.streams import Layer, Use
 from dualform.query.answers import Answer, Scores
 from dualform.query.attention import part_columns
+from dualform.query.bounds import Contributions, seen
+from dualform.query.pruned import Bounds
+from dualform.query.ranking import Way
+from dualform.query.visits import keys_of
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -39,6 +43,7 @@ class LayerContributions(Answer):
     """The contributions of one layer's slots to a target, summed over the query's positions."""
 
     value = "contribution"
+    _bounded = True
 
     def __init__(
         self,
@@ -278,6 +283,27 @@ class LayerContributions(Answer):
         return (
             not plain or layer.form == "maps" or positions * (layer.d_in + layer.d_out) > 2 * layer.d_in * layer.d_out
         )
+
+    def _bounds(self, slots: Tensor, way: Way) -> Bounds | None:
+        shapes = [(use.role, *use.keys, *use.errors, *(use.rows or ()), use.groups) for use in self._uses]
+        plain = shapes in ([("weight", 1)], [("weight", 1), ("bias", 1)])
+        if not plain or self._matrices or self._by_product or self._queries.shape[1] != 1:
+            return None
+        weight, *biases = (self._per_slot(use.parameter)[slots] for use in self._uses)
+        keys = keys_of(self._store, self.layer.name, self._end, slots)
+        return Contributions(
+            seen(self._store, self.layer, "key", self._queries[:, 0], keys),
+            seen(self._store, self.layer, "error", self._gradients[:, 0], slots),
+            weight,
+            biases[0] if biases else torch.zeros_like(weight),
+            way,
+        )
+
+    def _per_slot(self, parameter: str) -> Tensor:
+        """(slots,): −coefficient of each slot."""
+        chunks = self._store.addresses(self.layer.name, end_step=self._end)
+        known = self._coefficients[parameter]
+        return torch.cat([scaled(chunk, known, 0, chunk.slots, self._dtype)[:, 0] for chunk in chunks])
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
         if self._matrices:

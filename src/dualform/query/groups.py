@@ -31,7 +31,7 @@ class Groups:
         self._codes: Ints | None = None
         self._by_slot: dict[int, Ints] = {}
         if per_position & set(self.by):
-            chunks = list(store.chunks(layer, end_step=end))
+            chunks = list(store.addresses(layer, end_step=end))
             columns = [name for name in self.by if name != "position"]
             tables = [store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
             whole = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))

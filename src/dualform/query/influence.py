@@ -23,6 +23,7 @@ from dualform.influence.scored import LinearScores, Scored
 from dualform.layers.streams import Layer
 from dualform.query.answers import Answer, Scores, Sums
 from dualform.query.masks import Bools, condition_columns
+from dualform.query.ranking import Way
 from dualform.store.reader import Store
 from dualform.store.slots import PIECE_BYTES, SlotChunk
 
@@ -103,11 +104,9 @@ class RowInfluence(Answer):
         self._check_by(by)
         return super().sums(by, where=where, absolute=absolute)
 
-    def _top_per(
-        self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, absolute: bool, lowest: bool
-    ) -> pl.DataFrame:
+    def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._check_by(per)
-        return super()._top_per(k, per, where, absolute, lowest)
+        return super()._top_per(k, per, where, way)
 
     def _check_by(self, by: str | Sequence[str]) -> None:
         if _positional(self._store, {by} if isinstance(by, str) else set(by)):

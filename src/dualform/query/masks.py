@@ -42,7 +42,7 @@ class Mask:
         if layer not in self._slots:
             pieces = [
                 self._store.slot_table(chunk, sorted(self._columns - {"position"}))
-                for chunk in self._store.chunks(layer, end_step=self._end)
+                for chunk in self._store.addresses(layer, end_step=self._end)
             ]
             table = pl.concat(pieces) if pieces else pl.DataFrame(schema={"position": pl.Int64})
             for column in self._positional:

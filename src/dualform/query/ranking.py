@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Way = Literal["highest", "lowest", "absolute"]
+
+
+def ranked_by(scores: Tensor, way: Way) -> Tensor:
+    """What decides: the highest of these are the best."""
+    return scores.abs() if way == "absolute" else -scores if way == "lowest" else scores
 
 
 class Best:

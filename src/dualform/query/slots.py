@@ -8,31 +8,26 @@ import numpy as np
 import polars as pl
 
 from dualform.store.reader import Store
-from dualform.store.tables import TYPES
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) -> pl.DataFrame:
     """One line for each distinct slot number: slot, step, the user's columns, then the rest of its address."""
     wanted = np.unique(slots)
     columns = ["step", *(c.name for c in store.manifest.columns)]
-    pieces = []
-    for chunk in store.chunks(layer, end_step=end):
-        here = wanted[(wanted >= chunk.first_slot) & (wanted < chunk.first_slot + chunk.slots)] - chunk.first_slot
-        if not len(here):
+    found: list[Ints] = [np.zeros((0, 7), dtype=np.int64)]
+    for chunk in store.addresses(layer, end_step=end):
+        low, high = np.searchsorted(wanted, [chunk.first_slot, chunk.first_slot + chunk.slots])
+        if low == high:
             continue
-        table = store.slot_table(chunk, columns)[here]
+        here = wanted[low:high] - chunk.first_slot
         block = np.searchsorted(np.cumsum(chunk.counts), here, side="right")
-        pieces.append(
-            table.rename({"position": "slot_position"}).with_columns(
-                pl.Series("slot", here + chunk.first_slot, pl.Int64),
-                pl.Series("step", chunk.blocks[block, 0], pl.Int64),
-                pl.Series("backward", chunk.blocks[block, 1], pl.Int64),
-                pl.Series("call", chunk.blocks[block, 2], pl.Int64),
-                pl.Series("row", chunk.rows()[here], pl.Int64),
-            )
-        )
+        step, backward, call, first_row, _, positions = chunk.blocks[block].T
+        row, position = np.divmod(here - chunk.starts[block], positions)
+        found.append(np.stack([wanted[low:high], step, backward, call, first_row + row, position, positions], 1))
+    slot, step, backward, call, row, position, positions = np.concatenate(found).T
+    table = store.row_table(row, position, positions, columns).rename({"position": "slot_position"})
+    address = {"slot": slot, "step": step, "backward": backward, "call": call, "row": row}
     order = ["slot", *columns, "backward", "call", "row", "slot_position"]
-    if not pieces:
-        types = {c.name: TYPES[c.type] for c in store.manifest.columns}
-        return pl.DataFrame(schema={name: types.get(name, pl.Int64()) for name in order})
-    return pl.concat(pieces).select(order)
+    return table.with_columns(pl.Series(name, values, pl.Int64) for name, values in address.items()).select(order)

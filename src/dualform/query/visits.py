@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.query.groups import Groups
+from dualform.query.remembered import remembered
 from dualform.store.reader import Store
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -22,12 +24,17 @@ class Visits:
 
     def __init__(self, store: Store, layer: str, end: int):
         self._store, self._layer, self._end = store, layer, end
-        chunks = list(store.chunks(layer, end_step=end))
+        chunks = list(store.addresses(layer, end_step=end))
         found = [c.key_numbers if c.key_numbers is not None else np.arange(c.slots) + self._first(c) for c in chunks]
         self.key_of: Ints = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
         """(slots,): the number of each slot's key."""
         self._order = np.argsort(self.key_of, kind="stable")
         self._starts = np.searchsorted(self.key_of[self._order], np.arange(store.key_count(layer) + 1))
+
+    @cached_property
+    def visited(self) -> Tensor:
+        """(n,): the numbers of the keys that some slot has, ascending."""
+        return torch.from_numpy(np.flatnonzero(np.diff(self._starts)))
 
     def _first(self, chunk: Any) -> int:
         """The number of the first key that a chunk stores: in it each slot has a key of its own."""
@@ -56,7 +63,7 @@ class Visits:
 
     def by_group(self, groups: Groups) -> tuple[Tensor, Tensor]:
         """How many slots of each group a key has, (keys, groups), and each group's first slot, (groups,)."""
-        chunks = list(self._store.chunks(self._layer, end_step=self._end))
+        chunks = list(self._store.addresses(self._layer, end_step=self._end))
         codes = np.concatenate([groups(chunk) for chunk in chunks]) if chunks else np.zeros(0, dtype=np.int64)
         width = len(groups)
         shape = (len(self._starts) - 1, width)
@@ -64,3 +71,13 @@ class Visits:
         first = torch.full((width,), torch.iinfo(torch.int64).max)
         first.scatter_reduce_(0, torch.from_numpy(codes), torch.arange(len(codes)), "amin")
         return torch.from_numpy(flat.reshape(shape)), first
+
+
+def visits_of(store: Store, layer: str, end: int) -> Visits:
+    """Found once for an open store."""
+    return remembered(store, ("visits", layer, end), lambda: Visits(store, layer, end))
+
+
+def keys_of(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
+    """The numbers of the keys of some slots."""
+    return torch.from_numpy(visits_of(store, layer, end).key_of)[slots] if store.has_equal_keys(layer) else slots

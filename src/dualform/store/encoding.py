@@ -36,10 +36,14 @@ class Encoded:
         """How much memory it takes."""
         return self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
 
+    def scales(self, places: slice | Tensor) -> Tensor | None:
+        """The exponents of some of the vectors."""
+        return None if self.exponents is None else self.exponents[places]
+
     def take(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> Encoded:
         """Some of the vectors, copied."""
         which = torch.from_numpy(places)
-        return Encoded(self.data[which], None if self.exponents is None else self.exponents[which])
+        return Encoded(self.data[which], self.scales(which))
 
 
 @dataclass(eq=False)
@@ -168,8 +172,11 @@ def encode_numbers(numbers: Tensor) -> Encoded:
     return Encoded(numbers.detach().cpu().to(torch.int32, copy=True).contiguous(), None)
 
 
-def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The vectors again, in a type that can be computed with."""
-    if exponents is None:
-        return data.to(dtype)
-    return data.to(dtype).mul_(torch.exp2(exponents.to(dtype)).unsqueeze(1))
+def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The vectors again, in a type that can be computed with. out: memory to use for it, if it must be copied at all."""
+    if data.dtype == dtype and exponents is None:
+        return data
+    found = data.to(dtype) if out is None else out[: len(data)].copy_(data)
+    if exponents is None or not bool(exponents.any()):
+        return found
+    return found.mul_(torch.exp2(exponents.to(dtype)).unsqueeze(1))

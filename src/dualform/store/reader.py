@@ -42,6 +42,10 @@ READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
 
+STRETCH = 512
+"""So many vectors are decoded at a time, where they are only looked at: they stay in the cache."""
+
+
 class Store:
     """A recording on disk, as far as it is sealed."""
 
@@ -67,6 +71,7 @@ class Store:
                     )
                 self._check_size(self.folder / totals_name(self.manifest.totals.number) / name, file)
         self._tensors: dict[Path, TensorFile] = {}
+        self._slot_files: dict[int, TensorFile] = {}
 
     @property
     def end_step(self) -> int:
@@ -127,6 +132,12 @@ class Store:
 
         Chunks that end before begin_step are passed over; slots from end_step on are cut off.
         """
+        for chunk in self.addresses(name, begin_step=begin_step, end_step=end_step):
+            yield chunk
+            self.decoded(chunk.chunk.files[SLOTS].size)
+
+    def addresses(self, name: str, *, begin_step: int = 0, end_step: int | None = None) -> Iterator[SlotChunk]:
+        """The same, for who reads no keys and error signals."""
         number, layer = self.layer(name)
         first_slot = 0
         for place, chunk in enumerate(self.manifest.chunks):
@@ -134,7 +145,6 @@ class Store:
                 return
             if chunk.slots[number] and chunk.end_step > begin_step:
                 yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
-                self.decoded(chunk.files[SLOTS].size)
             first_slot += chunk.slots[number]
 
     def decoded(self, nbytes: int) -> None:
@@ -175,40 +185,61 @@ class Store:
 
     def distinct_keys(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """The stored keys of a layer, chunk by chunk: (number of the first, keys (n, d_in))."""
-        for first, keys in self.stored_keys(name):
+        for first, keys in self.stored(name, "key"):
             yield first, decode(keys.data, keys.exponents, dtype)
 
-    def stored_keys(self, name: str) -> Iterator[tuple[int, Encoded]]:
-        """The same, as they are stored."""
+    def passing(self, name: str, what: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The stored vectors of a layer in short stretches: (number of the first, vectors). Good until the next are asked for.
+
+        They are decoded into the same memory again and again: fresh pages cost more than the decoding.
+        """
+        out = torch.empty(0, 0, dtype=dtype)
+        for first, chunk in self.stored(name, what):
+            if not out.numel():
+                out = torch.empty(STRETCH, chunk.data.shape[1], dtype=dtype)
+            for low in range(0, len(chunk.data), STRETCH):
+                here = slice(low, low + STRETCH)
+                yield first + low, decode(chunk.data[here], chunk.scales(here), dtype, out)
+
+    def stored(self, name: str, what: str) -> Iterator[tuple[int, Encoded]]:
+        """The keys or error signals of a layer as they are stored: what = "key" or "error"."""
         number, _ = self.layer(name)
         first = 0
-        for place, chunk in enumerate(self.manifest.chunks):
-            count = chunk.keys[number]
+        for place, count in enumerate(self._counts(number, what)):
             if count:
-                data, scales = self._stored_keys(self._chunk_file(place), number)
-                yield first, Encoded(data[:count], None if scales is None else scales[:count])
+                chunk = self._encoded(place, number, what)
+                yield first, Encoded(chunk.data[:count], chunk.scales(slice(0, count)))
             first += count
 
-    def gather_keys(self, number: int, wanted: Ints, dtype: torch.dtype) -> Tensor:
-        """Keys by their numbers, from whichever chunk holds them, (n, d_in)."""
-        ends = np.cumsum([chunk.keys[number] for chunk in self.manifest.chunks])
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
+        """Keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d)."""
+        counts = self._counts(number, what)
+        ends = np.cumsum(counts)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
             raise StoreDamagedError(f"{self.folder} is damaged: a slot names a key that is not there.")
         home = np.searchsorted(ends, wanted, side="right")
-        gathered = torch.empty(len(wanted), self.manifest.layers[number].d_in, dtype=dtype)
+        layer = self.manifest.layers[number]
+        width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
+        gathered = torch.empty(len(wanted), width, dtype=dtype)
         for place in np.unique(home).tolist():
             here = np.flatnonzero(home == place)
-            rows = torch.from_numpy(wanted[here] - (ends[place] - self.manifest.chunks[place].keys[number]))
-            data, scales = self._stored_keys(self._chunk_file(place), number)
-            gathered[torch.from_numpy(here)] = decode(data[rows], None if scales is None else scales[rows], dtype)
+            rows = torch.from_numpy(wanted[here] - (ends[place] - counts[place]))
+            chunk = self._encoded(place, number, what)
+            gathered[torch.from_numpy(here)] = decode(chunk.data[rows], chunk.scales(rows), dtype)
         return gathered
 
-    def _stored_keys(self, file: TensorFile, number: int) -> tuple[Tensor, Tensor | None]:
-        exponents = f"{number}.key_exponents"
-        return file[f"{number}.keys"], file[exponents] if exponents in file else None
+    def _counts(self, number: int, what: str) -> list[int]:
+        return [(chunk.keys if what == "key" else chunk.slots)[number] for chunk in self.manifest.chunks]
+
+    def _encoded(self, place: int, number: int, what: str) -> Encoded:
+        file, exponents = self._chunk_file(place), f"{number}.{what}_exponents"
+        return Encoded(file[f"{number}.{what}s"], file[exponents] if exponents in file else None)
 
     def _chunk_file(self, place: int) -> TensorFile:
-        return self._file(self.folder / chunk_name(place) / SLOTS, self.manifest.chunks[place].files[SLOTS])
+        if place not in self._slot_files:
+            path = self.folder / chunk_name(place) / SLOTS
+            self._slot_files[place] = self._file(path, self.manifest.chunks[place].files[SLOTS])
+        return self._slot_files[place]
 
     def gradients(self, parameter: str) -> Tensor | None:
         """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""
@@ -226,16 +257,19 @@ class Store:
         return file[f"gradient.{number}"][:kept]
 
     def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
-        """One line for each slot of a chunk: these columns of its row, and its `position`.
+        """One line for each slot of a chunk: these columns of its row, and its `position`."""
+        return self.row_table(chunk.rows(), chunk.positions(), chunk.per_slot(chunk.blocks[:, 5]), columns)
+
+    def row_table(self, rows: Ints, position: Ints, positions: Ints, columns: list[str]) -> pl.DataFrame:
+        """The same for any slots, given by their row, their position in it, and how many positions there are.
 
         A column per position gives each slot its own entry; null where the layer has another number of positions.
         """
         table = pl.DataFrame(
-            {"position": chunk.positions(), "positions": chunk.per_slot(chunk.blocks[:, 5])},
-            schema={"position": pl.Int64, "positions": pl.Int64},
+            {"position": position, "positions": positions}, schema={"position": pl.Int64, "positions": pl.Int64}
         )
         if columns:
-            table = pl.concat([self.rows.select(columns)[chunk.rows()], table], how="horizontal")
+            table = pl.concat([self.rows.select(columns)[rows], table], how="horizontal")
         for column in self.manifest.columns:
             if column.per == "position" and column.name in columns:
                 fits = pl.col(column.name).list.len() == pl.col("positions")

@@ -27,7 +27,7 @@ PIECE_BYTES = 32 << 20
 class KeyStore(Protocol):
     """What holds the keys of all chunks."""
 
-    def gather_keys(self, number: int, wanted: Ints, dtype: torch.dtype) -> Tensor:
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
         """Keys of a layer by their numbers."""
 
 
@@ -131,7 +131,7 @@ class SlotChunk:
                 self.file[f"{self.number}.keys"][low : self.slots if high is None else high], self.layer.d_in, dtype
             )
         if self.key_numbers is not None:
-            return Vectors(self.store.gather_keys(self.number, self.key_numbers[low:high], dtype))
+            return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
         return Vectors(self._vectors("key", dtype, low, high))
 
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:

@@ -298,6 +298,6 @@ def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
         store = Store(folder, manifest)
         for number, layer in enumerate(manifest.layers):
             if any(chunk.key_numbers is not None for chunk in store.chunks(layer.name)):
-                for first, keys in store.stored_keys(layer.name):
+                for first, keys in store.stored(layer.name, "key"):
                     equal[number].learn(keys, first)
     return equal
