@@ -98,3 +98,32 @@ def test_no_model_is_needed(trained):
 def test_an_unknown_layer(dual):
     with pytest.raises(dualform.errors.UnknownLayerError, match=r"'4' was not recorded. Recorded layers: '0', '2'"):
         dual.layer("4")
+
+
+@pytest.mark.parametrize("slots", [[], [7], [29, 0, 7, 7]])
+def test_some_slots_are_those_of_all(trained, slots):
+    layer = trained.dual.layer("2")
+    keys, values = layer.take(slots)
+    torch.testing.assert_close(keys, layer.keys[slots], rtol=0, atol=0)
+    torch.testing.assert_close(values, layer.values[slots], rtol=0, atol=0)
+
+
+def test_some_slots_of_feature_maps(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            recorder.batch(sample_id=[1, 2])
+            optimizer.zero_grad()
+            model(torch.randn(2, 2, 6)).sum().backward()
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    layer, slots = dual.layer("0"), [0, 5, 13, 23]
+    keys, values = layer.take(slots)
+    torch.testing.assert_close(keys, layer.keys[slots], rtol=0, atol=0)
+    torch.testing.assert_close(values, layer.values[slots], rtol=0, atol=0)
+    addresses = dual.slots("0")
+    assert addresses["row"].to_list() == [row for row in range(6) for _ in range(4)]
+    assert addresses["position"].to_list() == [0, 1, 2, 3] * 6
+    assert addresses["step"].to_list() == [step for step in range(3) for _ in range(8)]

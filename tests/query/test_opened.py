@@ -151,3 +151,19 @@ def test_what_was_not_recorded_comes_from_a_snapshot_and_is_named(tmp_path):
     torch.testing.assert_close(model[1].weight.detach(), run.checkpoints[3]["1.weight"], rtol=0, atol=1e-13)
     assert torch.equal(model[1].running_mean, run.checkpoints[0]["1.running_mean"])
     assert_same_weights(run.dual.at_step(6), run.checkpoints[6], atol=0)
+
+
+def test_where_each_slot_comes_from(trained):
+    dual = trained.dual.until(4)
+    found = dual.slots("2")
+    assert found["row"].to_list() == list(range(20))
+    assert found["step"].to_list() == dual.rows["step"].to_list()
+    with pytest.raises(UnknownLayerError):
+        dual.slots("9")
+
+
+def test_reopened_it_knows_totals_that_were_built(tmp_path):
+    dual = train(tmp_path / "run").dual
+    dualform.build_totals(tmp_path / "run", "label")
+    assert dual.info()["totals"] == []
+    assert [kept["by"] for kept in dual.reopened().info()["totals"]] == [["label"]]

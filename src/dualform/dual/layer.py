@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -99,6 +99,20 @@ class DualLayer:
             for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
                 keys = chunk.keys(self._dtype, low, high).vectors()
                 yield chunk.first_slot + low, keys, values(chunk, found, low, high, self._dtype)
+
+    def take(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys (m, d_in) and values (m, d_out) of some slots by their numbers; only what they need is read."""
+        found = self._plain_coefficients()
+        wanted = torch.as_tensor(slots, dtype=torch.int64)
+        keys = torch.zeros(len(wanted), self._layer.d_in, dtype=self._dtype)
+        written = torch.zeros(len(wanted), len(self._layer.outputs) or self._layer.d_out, dtype=self._dtype)
+        for chunk in self._store.chunks(self.name, end_step=self._end):
+            for place in torch.nonzero((wanted >= chunk.first_slot) & (wanted < chunk.first_slot + chunk.slots))[:, 0]:
+                low = int(wanted[place]) - chunk.first_slot
+                first, last = chunk.whole(low)
+                keys[place] = chunk.keys(self._dtype, first, last).vectors()[low - first]
+                written[place] = values(chunk, found, low, low + 1, self._dtype)[0]
+        return keys, written
 
     def attention_weights(self, query: Tensor) -> Tensor:
         """α_t = x_t · x for queries (*, d_in) → (*, slots)."""

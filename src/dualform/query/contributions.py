@@ -111,15 +111,13 @@ class LayerContributions(Answer):
         """For recurrent layers: what goes through one gate, of an LSTM "i", "f", "g", "o", of a GRU "r", "z", "n"."""
         if self.layer.kind != "recurrent":
             raise QuestionError(f"gate({name!r}): layer {self.layer.name!r} is not recurrent.")
-        hidden = self.layer.bilinear()[1].keys[1] - self.layer.bilinear()[1].keys[0]
-        gru = bool(self.layer.bilinear()[0].errors)
-        names = ("r", "z", "n") if gru else GATES[self.layer.d_out // hidden]
+        names, hidden = gates_of(self.layer), _hidden(self.layer)
         if name not in names:
             raise QuestionError(
                 f"gate({name!r}): the gates of layer {self.layer.name!r} are {', '.join(map(repr, names))}."
             )
         low = names.index(name) * hidden
-        high = self.layer.d_out if gru and name == "n" else low + hidden
+        high = self.layer.d_out if name == "n" else low + hidden
         taken = torch.zeros_like(self._gradients)
         taken[..., low:high] = self._gradients[..., low:high]
         return self._only(self._uses, taken)
@@ -384,3 +382,15 @@ class LayerContributions(Answer):
         if getattr(self, "_opened", (None, None))[0] != place:
             self._opened = (place, self._store.chunk_of(self.layer.name, place))
         return self._opened[1]
+
+
+def gates_of(layer: Layer) -> tuple[str, ...]:
+    """The names of a recurrent layer's gates, in the order of its outputs; none for other layers."""
+    if layer.kind != "recurrent":
+        return ()
+    return ("r", "z", "n") if layer.bilinear()[0].errors else GATES[layer.d_out // _hidden(layer)]
+
+
+def _hidden(layer: Layer) -> int:
+    low, high = layer.bilinear()[1].keys[:2]
+    return high - low

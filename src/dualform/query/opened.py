@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +39,7 @@ from dualform.query.forward import Captured, run
 from dualform.query.influence import Influence
 from dualform.query.masks import Mask, condition_columns, over_groups
 from dualform.query.mislabelled import mislabelled
+from dualform.query.slots import addresses
 from dualform.store.format import Mark
 from dualform.store.reader import Store
 
@@ -100,6 +102,11 @@ class Dual:
     def log(self) -> pl.DataFrame:
         """What log() was given, one line for each step."""
         return self.store.log.filter(pl.col("step") < self.end_step)
+
+    def slots(self, layer: str) -> pl.DataFrame:
+        """Where each slot of a layer comes from, in the order of `weights()`: its row in `rows`, its step, its position."""
+        self.store.layer(layer)
+        return addresses(self.store, layer, self.end_step)
 
     def info(self) -> dict[str, Any]:
         """What the store holds, as plain data."""
@@ -345,6 +352,22 @@ class Dual:
             return self._with(weights)
 
         return Compact(found, model)
+
+    def explore(self, train: Any = None, test: Any = None, **options: Any) -> Any:
+        """Show this run in the browser: where predictions come from, and what happens without some memory.
+
+        train: what the column `by` numbers, an array or dataset of inputs or (input, label) pairs; with by=("task", "sample_id"),
+        a dictionary of such. test: inputs with labels, (inputs, labels) or a dataset, or a dictionary of such.
+        Options: class_names=[…]; show=function of an input that gives an array, a text or a vector ("image" | "vector" | "text");
+        by="sample_id"; label="label"; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
+        block=: whether to wait (default: not in a notebook). Gives the server, with `url` and `close()`.
+        """
+        # The one door to a room further right: it is opened when somebody asks for it
+        return import_module("dualform.explorer").explore(self, train, test, **options)
+
+    def reopened(self) -> Dual:
+        """The same, read from the disk anew: totals may have been built since."""
+        return Dual(Store(self.store.folder), self._model, self.end_step)
 
     def until(self, step: int) -> Dual:
         """The dual as it was after `step` updates."""

@@ -31,3 +31,17 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
     address = {"slot": slot, "step": step, "backward": backward, "call": call, "row": row}
     order = ["slot", *columns, "backward", "call", "row", "slot_position"]
     return table.with_columns(pl.Series(name, values, pl.Int64) for name, values in address.items()).select(order)
+
+
+def addresses(store: Store, layer: str, end: int) -> pl.DataFrame:
+    """One line for each slot of a layer, in the order of their numbers: row, step, position."""
+    chunks = list(store.addresses(layer, end_step=end))
+    found = {
+        "row": [chunk.rows() for chunk in chunks],
+        "step": [chunk.per_slot(chunk.blocks[:, 0]) for chunk in chunks],
+        "position": [chunk.positions() for chunk in chunks],
+    }
+    return pl.DataFrame(
+        {name: np.concatenate(some) if some else np.zeros(0, np.int64) for name, some in found.items()},
+        schema=dict.fromkeys(found, pl.Int64),
+    )

@@ -122,6 +122,15 @@ class SlotChunk:
             for low in range(0, rows, some):
                 yield start + low * positions, start + min(low + some, rows) * positions
 
+    def whole(self, slot: int) -> tuple[int, int]:
+        """The shortest stretch around a slot that can be read: of feature maps, all positions of its row."""
+        if self.layer.form != "maps":
+            return slot, slot + 1
+        block = int(np.searchsorted(self.starts, slot, side="right")) - 1
+        start, positions = int(self.starts[block]), int(self.blocks[block, 5])
+        low = start + (slot - start) // positions * positions
+        return low, low + positions
+
     def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Keys:
         """The keys of the slots low to high; a mapped view if the stored type is the one asked for."""
         if self.layer.form == "maps":
