@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from dualform.evaluate.fewer import FewOut
 
 FAILED, UNUSABLE = 1, 2
-EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "pooch": "paper"}
+EXTRAS = {
+    "sklearn": "demo",
+    "matplotlib": "demo",
+    "pooch": "paper",
+    "fastapi": "explorer",
+    "uvicorn": "explorer",
+    "plotly": "explorer",
+}
 """Packages that only some commands need, and the extra that brings them."""
 
 
@@ -298,6 +305,60 @@ def export(
             print(f"{name}: {one.lines:,} lines in {one.path}")
 
 
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with mnist/, fashion-mnist/, aesop/, wikitext-2/.", show_default="DUALFORM_DATA, cache, download"
+    ),
+]
+
+
+@app.command()
+@_one_line_errors
+def explore(
+    run: Run,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Another than this machine's own needs the token that is printed.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    data: Data = None,
+) -> None:
+    """Show a run of the demo or the paper in the browser: where predictions come from, and what happens without some memory."""
+    from dualform.explorer.runs import find
+    from dualform.explorer.server import Server
+    from dualform.explorer.session import Session
+
+    server = Server(Session(find(run, data)), host=host, port=port).start()
+    print(f"dualform explorer: {server.url}   (Ctrl-C ends it)", flush=True)
+    if browser:
+        server.open_browser()
+    server.wait()
+
+
+@app.command()
+@_one_line_errors
+def report(
+    run: Run,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to be written.")] = Path("report.html"),
+    test: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="The number of a test example; several may be given.", show_default="right and wrong ones"
+        ),
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Write the explorer's views of some test examples into one file that opens without a server."""
+    from dualform.explorer.report import write
+    from dualform.explorer.runs import find
+    from dualform.explorer.session import Session
+
+    with _progress() as progress:
+        written = write(Session(find(run, data)), out, tests=test, progress=progress)
+    print(f"{out}: {written.examples} test examples, {written.nbytes / 1e6:.1f} MB")
+
+
 @app.command()
 @_one_line_errors
 def mislabelled(
@@ -504,13 +565,7 @@ def paper(
         ),
     ] = None,
     optimizer: Annotated[Preset, typer.Option(help="As the authors' code, or as the paper's text.")] = Preset.reference,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with mnist/, fashion-mnist/, aesop/, wikitext-2/.",
-            show_default="DUALFORM_DATA, cache, download",
-        ),
-    ] = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for results, figures and pages.")] = Path("runs/paper"),
     reverse: Annotated[bool, typer.Option("--reverse", help="continual: Fashion-MNIST first.")] = False,
     long: Annotated[bool, typer.Option("--long", help="continual: 7000 steps of the second task.")] = False,

@@ -55,6 +55,9 @@ class Digits:
     labels: Tensor
     train: Tensor
     test: Tensor
+    raw_mean: float
+    """Of all pixels from 0 to 16, before they were normalised."""
+    raw_deviation: float
 
     def picture(self, sample_id: int) -> Any:
         """One image as (8, 8), 0 where there is no ink."""
@@ -127,6 +130,8 @@ def load(settings: Settings) -> Digits:
         labels=torch.tensor(bunch.target),
         train=order[: settings.train_images],
         test=order[settings.train_images :],
+        raw_mean=float(images.mean()),
+        raw_deviation=float(images.std()),
     )
 
 

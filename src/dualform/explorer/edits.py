@@ -1,0 +1,165 @@
+"""Editing memory: the model without some of its slots, beside the model as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import polars as pl
+from torch import nn
+
+from dualform.errors import MaskError, QuestionError
+from dualform.explorer.book import Book
+from dualform.explorer.forms import Accuracy, Change, ClassAccuracy, Grouped
+from dualform.explorer.keeping import Kept
+from dualform.explorer.predicting import Predictions
+from dualform.explorer.subject import Subject, distinct
+from dualform.query.masks import read_condition
+
+SENTENCE = (
+    "This edits memory: everything else stays as it was recorded. It does not predict what retraining without these examples "
+    "would give."
+)
+MODELS = 256 << 20
+"""Edited models of so many bytes are kept."""
+FEW = 40
+"""A column with at most so many values can be switched value by value."""
+SMALL = 2e10
+"""Up to so many multiplications, an edit without group deltas is done at once."""
+TESTED = 1000
+"""So many test examples, evenly spread, are answered again after an edit."""
+
+Progress = Callable[[str, int, int], None]
+
+
+class Edits:
+    """Models without some of their memory; kept for a while."""
+
+    def __init__(self, subject: Subject, book: Book, predictions: Predictions):
+        self._subject, self._book, self._predictions = subject, book, predictions
+        self._models: Kept[nn.Module] = Kept(MODELS, _nbytes)
+
+    @property
+    def groups(self) -> list[Grouped]:
+        """Columns with few values, which can be switched off."""
+        columns = self._subject.info["columns"]
+        found = []
+        for name, told in columns.items():
+            if not told.endswith("row") or name in self._subject.by[-1:] or name not in self._book.rows.columns:
+                continue
+            values = distinct(self._book.rows, name) if self._book.rows[name].n_unique() <= FEW else []
+            if len(values) > 1:
+                is_label = name == self._subject.label
+                named = [
+                    self._subject.named(value, place)
+                    if is_label
+                    else self._subject.named(value, place).model_copy(update={"name": str(value), "colour": place})
+                    for place, value in enumerate(values)
+                ]
+                found.append(Grouped(column=name, values=named, fast=self.is_fast_for({name})))
+        return found
+
+    def is_fast_for(self, columns: set[str]) -> bool:
+        """Whether group deltas of these columns were kept."""
+        return any(
+            columns <= set(kept["by"])
+            and kept["kind"] in ("deltas", "both")
+            and kept["step"] == self._subject.dual.end_step
+            for kept in self._subject.info["totals"]
+        )
+
+    def columns(self, drop: str) -> set[str]:
+        """What a condition speaks of; an error in words if it is none."""
+        condition = _read(drop)
+        used = set(condition.meta.root_names())
+        known = ["step", "position", *self._subject.info["columns"]]
+        unknown = sorted(used - set(known))
+        if unknown:
+            raise MaskError(f"there is no column {unknown[0]!r}. Columns: {', '.join(known)}.")
+        return used
+
+    def is_quick(self, drop: str) -> bool:
+        """Whether an edit is done while one waits."""
+        columns = self.columns(drop)
+        work = sum(layer["slots"] * layer["d_in"] * layer["d_out"] for layer in self._subject.info["layers"])
+        return self.is_fast_for(columns) or work <= SMALL or drop in self._models
+
+    def model(self, drop: str, progress: Progress | None = None) -> nn.Module:
+        """The model without the slots that a condition names."""
+        self.columns(drop)
+
+        def compute() -> nn.Module:
+            return self._subject.dual.masked(drop=drop, progress=progress).eval()
+
+        return self._models.get(drop, compute)
+
+    def change(self, address: str, drop: str, progress: Progress | None = None) -> Change:
+        """A prediction before and after an edit."""
+        began = time.perf_counter()
+        fast = self.is_fast_for(self.columns(drop))
+        after = self._predictions.prediction(address, self.model(drop, progress))
+        return Change(
+            drop=drop,
+            fast=fast,
+            dropped_rows=self.dropped(drop),
+            rows=self._subject.info["rows"],
+            before=self._predictions.prediction(address),
+            after=after,
+            seconds=time.perf_counter() - began,
+            sentence=SENTENCE,
+        )
+
+    def dropped(self, drop: str) -> int:
+        """How many rows a condition names; 0 where it speaks of positions, or no rows were kept."""
+        condition = _read(drop)
+        if not set(condition.meta.root_names()) <= set(self._book.rows.columns):
+            return 0
+        try:
+            found = self._book.rows.select(condition.alias("mask"))["mask"]
+        except pl.exceptions.PolarsError as error:
+            raise MaskError(f"{drop!r} cannot be evaluated over the rows: {error}.") from None
+        if found.dtype != pl.Boolean:
+            raise MaskError(f"{drop!r} gives {found.dtype}, expected true or false for each row.")
+        return int(found.sum() or 0) * (self._book.rows.height if len(found) == 1 else 1)
+
+    def accuracy(self, drop: str) -> Accuracy:
+        """Right answers before and after, for test examples evenly spread over the test set."""
+        labels = np.array([str(label) for label in self._predictions.labels], dtype=object)
+        if not len(labels):
+            raise QuestionError("there are no test examples.")
+        places = np.unique(np.linspace(0, len(labels) - 1, min(TESTED, len(labels))).round().astype(int))
+        after = self._predictions.answers_at(self.model(drop), places.tolist())
+        before = self._predictions.answers[0][places]
+        named = self._predictions.labels
+        right_before = np.array([named[place] == answer for place, answer in zip(places, before.tolist(), strict=True)])
+        right_after = np.array([named[place] == answer for place, answer in zip(places, after.tolist(), strict=True)])
+        classes = []
+        for place, value in enumerate(sorted({named[p] for p in places}, key=lambda v: (str(type(v)), v))):
+            mine = labels[places] == str(value)
+            one = self._subject.named(value, place)
+            classes.append(
+                ClassAccuracy(
+                    value=one.value,
+                    name=one.name,
+                    colour=one.colour,
+                    examples=int(mine.sum()),
+                    before=float(right_before[mine].mean()),
+                    after=float(right_after[mine].mean()),
+                )
+            )
+        return Accuracy(
+            examples=len(places),
+            of=len(labels),
+            before=float(right_before.mean()),
+            after=float(right_after.mean()),
+            classes=classes,
+        )
+
+
+def _read(drop: str) -> pl.Expr:
+    return read_condition(drop, "drop")
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in model.state_dict().values())

@@ -1,0 +1,181 @@
+"""The report: the page with its answers in one file that opens without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_plus, urlencode
+
+from dualform.errors import QuestionError
+from dualform.explorer.app import PAGE, application, plotly_script
+from dualform.explorer.session import Session
+
+RIGHT, WRONG = 4, 4
+"""So many test examples with right and with wrong answers are taken, if none are named."""
+SHOWN = 40
+"""So many examples the page asks for at a time."""
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    examples: int
+    nbytes: int
+
+
+def write(
+    session: Session, out: Path, *, tests: Sequence[int] | None = None, progress: Progress | None = None
+) -> Written:
+    """Ask everything that the page may ask about some test examples, and put page and answers into one file."""
+    numbers = _chosen(session) if tests is None else list(dict.fromkeys(tests))
+    if not numbers:
+        raise QuestionError("there are no test examples to report on.")
+    content = _file(_answers(session, numbers, progress), session.subject.title)
+    beside = out.with_name(out.name + ".part")
+    beside.write_text(content, encoding="utf-8")
+    beside.replace(out)
+    return Written(len(numbers), out.stat().st_size)
+
+
+def _chosen(session: Session) -> list[int]:
+    """The first wrong answers and the first right ones."""
+    predictions = session.predictions
+    wrong = predictions.examples(right=False, limit=WRONG).examples
+    right = predictions.examples(right=True, limit=RIGHT).examples
+    return [int(example.input.removeprefix("test:")) for example in (*wrong, *right)]
+
+
+def _answers(session: Session, numbers: Sequence[int], progress: Progress | None) -> dict[str, Any]:
+    """By address, what the server would answer."""
+    asked = list(questions(session, numbers))
+    app = application(session)
+    answers: dict[str, Any] = {}
+
+    async def ask_all() -> None:
+        for done, address in enumerate(asked):
+            if progress is not None:
+                progress("asking", done, len(asked) + 1)
+            answers[unquote_plus(address)] = await asked_of(app, address)
+
+    asyncio.run(ask_all())
+    examples = [session.predictions.example(number).model_dump(mode="json") for number in numbers]
+    some = {"found": len(examples), "offset": 0, "examples": examples}
+    answers[_address("/api/examples", limit=SHOWN)] = some
+    verified = session.verify(progress).model_dump(mode="json") if session.subject.info["keep"] != "keys" else None
+    answers["/api/jobs/verify"] = {"result": verified}
+    return answers
+
+
+def questions(session: Session, numbers: Sequence[int]) -> list[str]:
+    """Every address that the page asks for, of these test examples; api.js sorts its parameters, and so do we."""
+    run = session.run()
+    found = ["/api/run", "/api/log", *(_address("/api/rows", column=name) for name in session.book.rows.columns[1:])]
+    kinds = [view.kind for view in run.views if not view.missing and view.kind != "influence"]
+    for number in numbers:
+        name = f"test:{number}"
+        found.append(_address("/api/prediction", input=name))
+        units = {int(session.predictions.answers[0][number])} | _unit_of_label(session, number, len(run.units))
+        for layer in run.layers:
+            for kind in kinds:
+                if kind == "attention" and layer.attends:
+                    found.append(_address("/api/sources", input=name, layer=layer.name, kind=kind))
+                if kind == "contribution":
+                    found += [
+                        _address("/api/sources", input=name, layer=layer.name, kind=kind, target=u) for u in units
+                    ]
+        for group in run.groups:
+            if group.fast or session.edits.is_quick(f'"{group.column}" = 0'):
+                for value in group.values:
+                    found.append(_address("/api/edit", input=name, drop=_equal(group.column, value.value)))
+    return found
+
+
+def _unit_of_label(session: Session, number: int, units: int) -> set[int]:
+    label = session.predictions.labels[number]
+    return {label} if isinstance(label, int) and 0 <= label < units else set()
+
+
+def _equal(column: str, value: Any) -> str:
+    """As edit.js writes it."""
+    name = '"' + column.replace('"', '""') + '"'
+    if value is None:
+        return f"{name} IS NULL"
+    if isinstance(value, bool):
+        return f"{name} = {str(value).lower()}"
+    return f"{name} = " + ("'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value))
+
+
+def _address(path: str, **parameters: Any) -> str:
+    return f"{path}?{urlencode(sorted(parameters.items()))}"
+
+
+async def asked_of(app: Any, address: str) -> Any:
+    """What an application answers, without a server in between."""
+    path, _, query = address.partition("?")
+    status, pieces = 0, []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(3600)  # nobody goes away
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        pieces.append(message.get("body", b""))
+
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": query.encode(),
+        "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    found = json.loads(b"".join(pieces))
+    if status != 200:
+        raise QuestionError(f"{address}: {found.get('problem', status)}")
+    return found
+
+
+def _file(answers: dict[str, Any], title: str) -> str:
+    """Page, style, scripts and answers in one. Modules become data: addresses, named by an import map."""
+    modules = {path.name: path.read_text() for path in PAGE.glob("*.js")}
+    addresses = {f"dualform/{name}": _data("text/javascript", _named(text)) for name, text in modules.items()}
+    icon = _data("image/svg+xml", (PAGE / "icon.svg").read_text())
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">',
+        f"<title>{_escaped(title)}, a dualform report</title>",
+        f'<link rel="icon" href="{icon}"><style>{(PAGE / "style.css").read_text()}</style>',
+        f'<script type="application/json" id="answers">{_inside(json.dumps(answers))}</script>',
+        f"<script>window.dualformIcon={json.dumps(icon)}</script>",
+        f"<script>{_inside(plotly_script().read_text(encoding='utf-8'))}</script>",
+        f'<script type="importmap">{_inside(json.dumps({"imports": addresses}))}</script>',
+        '</head><body><a class="skip" href="#main">Skip to the content</a><header id="top"></header>',
+        '<main id="main" tabindex="-1"></main><div id="status" role="status" aria-live="polite" class="hidden"></div>',
+        '<script type="module">import "dualform/app.js";</script></body></html>',
+    ]
+    return "\n".join(parts)
+
+
+def _named(text: str) -> str:
+    """Modules import each other by name, as the import map knows them."""
+    return re.sub(r'from "\./([a-z]+\.js)"', r'from "dualform/\1"', text)
+
+
+def _data(kind: str, text: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def _inside(text: str) -> str:
+    """Text that stands in a script element: it must not end it. < is the same in JSON and in JavaScript's strings."""
+    return re.sub(r"<(?=/script|!--|script)", r"\\x3c" if text[:1] != "{" else r"\\u003c", text, flags=re.IGNORECASE)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

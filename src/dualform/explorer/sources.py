@@ -1,0 +1,221 @@
+"""Where an answer comes from: the scores of all slots of a layer, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualform.errors import QuestionError
+from dualform.explorer.book import Book
+from dualform.explorer.forms import Curve, Kind, Parts, Prepared, Source, Sources, Timeline, Total, View
+from dualform.explorer.keeping import Kept
+from dualform.explorer.predicting import Predictions
+from dualform.explorer.subject import Subject
+
+Progress = Callable[[str, int, int], None]
+Floats = np.ndarray[Any, np.dtype[Any]]
+KEPT_BYTES = 192 << 20
+"""Scores of so many bytes are kept, so that another look at the same answer needs no scan."""
+BEST = 500
+"""The curves show so many slots of each class, as the paper's figures."""
+MOST_CLASSES = 50
+"""Curves are drawn for so many classes at most."""
+SENTENCES: dict[Kind, tuple[str, str]] = {
+    "attention": (
+        "Attention",
+        "Attention weight = key · query: how much the layer looks at a training example, as in the paper. It does not say what "
+        "is read there.",
+    ),
+    "contribution": (
+        "Contribution",
+        "Contribution = attention weight × value, towards the chosen output: what each training example adds to it or takes "
+        "from it.",
+    ),
+    "influence": (
+        "Influence",
+        "Influence: what would change in the chosen answer if the example had not been in the training data; positive: it supports "
+        "it. An estimate from whitened gradients over all epochs: its order and signs count, not its units.",
+    ),
+}
+EXACT = "In this layer initial part + classes = the model's output, exact to rounding."
+FIRST_ORDER = "In a hidden layer this is first order; the remainder is what that leaves out."
+
+
+class Scoring:
+    """Scores of all slots for one input; kept for a while."""
+
+    def __init__(self, subject: Subject, book: Book, predictions: Predictions):
+        self._subject, self._book, self._predictions = subject, book, predictions
+        self._kept: Kept[Floats] = Kept(KEPT_BYTES, lambda scores: scores.nbytes)
+        self._parts: Kept[Parts] = Kept(1 << 20, lambda _: 64)
+
+    @property
+    def views(self) -> list[View]:
+        """What this run can be asked for, and why not where it cannot."""
+        keep = self._subject.info["keep"]
+        no_errors = "this run keeps keys only, no error signals" if keep == "keys" else ""
+        no_slots = "" if keep == "slots" else "this run keeps no slots to estimate it from"
+        unnamed = "" if self._subject.by else "this run has no column that names samples"
+        missing = {"attention": "", "contribution": no_errors, "influence": no_slots or unnamed}
+        return [
+            View(kind=kind, name=name, sentence=sentence, missing=missing[kind])
+            for kind, (name, sentence) in SENTENCES.items()
+        ]
+
+    def scores(self, address: str, layer: str, kind: Kind, target: int) -> Floats:
+        """(slots,): one score for each slot."""
+        key = (address, layer, kind, None if kind == "attention" else target)
+        return self._kept.get(key, lambda: self._scanned(address, layer, kind, target))
+
+    def _scanned(self, address: str, layer: str, kind: Kind, target: int) -> Floats:
+        inputs, dual = self._predictions.inputs(address), self._subject.dual
+        found = []
+        if kind == "attention":
+            for _, weights in dual.attend(inputs)[layer].weights():
+                found.append(weights.reshape(-1, weights.shape[-1]).sum(0))
+        elif kind == "contribution":
+            for _, contributions in dual.contributions(inputs, target=target)[layer].contributions():
+                found.append(contributions[0])
+        else:
+            raise QuestionError("influence takes a while: ask for it as a job first.")
+        whole = torch.cat(found) if found else torch.zeros(0)
+        return whole.float().numpy()
+
+    def estimate(self, address: str, target: int, progress: Progress | None = None) -> Prepared:
+        """Estimate the influence of everything on one output; long work, after which sources() tells of it."""
+        inputs, dual = self._predictions.inputs(address), self._subject.dual
+        influence = dual.influence(inputs, target=target, sample=self._subject.by[-1], progress=progress)
+        for layer in influence:
+            scores = np.zeros(dual.store.slots(layer), np.float32)
+            for slots, found in influence[layer].scores():
+                scores[slots.numpy()] = found[0].float().numpy()
+            self._kept.put((address, layer, "influence", target), scores)
+        return Prepared(input=address, target=target, layers=list(influence))
+
+    def split(self, address: str, layer: str, target: int) -> Parts:
+        """Initial part, slots and remainder of an output."""
+
+        def compute() -> Parts:
+            inputs = self._predictions.inputs(address)
+            line = self._subject.dual.contributions(inputs, target=target)[layer].parts().row(0, named=True)
+            return Parts(**{name: line[name] for name in ("initial", "slots", "remainder", "target")})
+
+        return self._parts.get((address, layer, target), compute)
+
+    def sources(
+        self, address: str, layer: str, kind: Kind, *, target: int | None, k: int, absolute: bool, last: bool
+    ) -> Sources:
+        """Everything that is shown of a layer."""
+        if target is None:
+            target = int(self._predictions.logits(address).argmax())
+        keep = self._subject.info["keep"]
+        sentence = SENTENCES[kind][1]
+        exact = kind == "attention" or (kind == "contribution" and last)
+        if kind == "contribution":
+            sentence += " " + (EXACT if last else FIRST_ORDER)
+        parts = self.split(address, layer, target) if kind == "contribution" else None
+        if keep == "totals":
+            return Sources(
+                layer=layer, kind=kind, target=target, sentence=sentence, exact=exact, highest=[], lowest=[],
+                totals=self._kept_totals(address, layer, kind, target), grouped_by=self._subject.label or "",
+                parts=parts, ranks=[], curves=[], time=None,
+            )  # fmt: skip
+        scores = self.scores(address, layer, kind, target)
+        rows = self._book.rows_of(layer)
+        sizes = np.abs(scores) if absolute and kind == "attention" else scores
+        by_sample = np.bincount(self._book.sample_of[rows], sizes, minlength=self._book.samples.height)
+        ranks, curves = self._curves(sizes, rows)
+        return Sources(
+            layer=layer,
+            kind=kind,
+            target=target,
+            sentence=sentence,
+            exact=exact,
+            highest=self._best(by_sample, sizes, rows, k),
+            lowest=self._best(-by_sample, -sizes, rows, k, sign=-1) if kind != "attention" else [],
+            totals=self._totals(sizes, rows),
+            grouped_by=self._subject.label or "",
+            parts=parts,
+            ranks=ranks,
+            curves=curves,
+            time=self._time(sizes, rows),
+        )
+
+    def _best(self, by_sample: Floats, scores: Floats, rows: Any, k: int, sign: int = 1) -> list[Source]:
+        if not len(by_sample):
+            return []
+        some = np.argpartition(-by_sample, min(k, len(by_sample)) - 1)[:k]
+        some = some[np.lexsort((some, -by_sample[some]))]
+        samples = self._book.sample_of[rows]
+        found = []
+        for number in some.tolist():
+            slots = np.flatnonzero(samples == number)
+            strongest = slots[np.argmax(scores[slots])] if len(slots) else None
+            key, label = self._book.key(number), self._book.label(number)
+            found.append(
+                Source(
+                    key=list(key),
+                    title=self._book.title(key),
+                    shown=self._subject.show_training(key),
+                    label=None if label is None else self._subject.named(label),
+                    weight=sign * float(by_sample[number]),
+                    step=0 if strongest is None else int(self._book.steps[rows[strongest]]),
+                    visits=int(self._book.samples[number, "visits"]),
+                )
+            )
+        return found
+
+    def _totals(self, scores: Floats, rows: Any) -> list[Total]:
+        if self._subject.label is None:
+            return []
+        sums = np.bincount(self._book.class_of[rows], scores, minlength=len(self._book.classes))
+        return [self._total(value, place, sums[place]) for place, value in enumerate(self._book.classes)]
+
+    def _total(self, value: Any, place: int, total: float) -> Total:
+        named = self._subject.named(value, place)
+        return Total(value=named.value, name=named.name, colour=named.colour, total=float(total))
+
+    def _kept_totals(self, address: str, layer: str, kind: Kind, target: int) -> list[Total]:
+        """From totals alone, without slots."""
+        if self._subject.label is None:
+            return []
+        inputs, dual = self._predictions.inputs(address), self._subject.dual
+        answer = dual.attend(inputs)[layer] if kind == "attention" else dual.contributions(inputs, target=target)[layer]
+        frame = answer.total(self._subject.label).group_by(self._subject.label).sum().sort(self._subject.label)
+        lines = zip(frame[self._subject.label].to_list(), frame["total"].to_list(), strict=True)
+        return [self._total(value, place, total) for place, (value, total) in enumerate(lines)]
+
+    def _curves(self, scores: Floats, rows: Any) -> tuple[list[int], list[Curve]]:
+        classes = self._book.class_of[rows]
+        ranks = np.unique(np.geomspace(1, BEST, 70).round().astype(int))
+        curves = []
+        for place, value in enumerate(self._book.classes[:MOST_CLASSES]):
+            mine = scores[classes == place]
+            if not len(mine):
+                continue
+            best = -np.sort(np.partition(-mine, min(BEST, len(mine)) - 1)[:BEST])
+            named = self._subject.named(value, place)
+            shown = best[ranks[ranks <= len(best)] - 1]
+            curves.append(Curve(name=named.name, colour=named.colour, values=_rounded(shown)))
+        return ranks.tolist(), curves
+
+    def _time(self, scores: Floats, rows: Any) -> Timeline:
+        edges = self._book.edges
+        place = np.clip(np.searchsorted(edges, self._book.steps[rows], side="right") - 1, 0, len(edges) - 2)
+        positive, negative = (
+            np.bincount(place, np.where(sign * scores > 0, scores, 0), minlength=len(edges) - 1) for sign in (1, -1)
+        )
+        return Timeline(
+            steps=((edges[:-1] + edges[1:] - 1) / 2).tolist(),
+            positive=_rounded(positive),
+            negative=_rounded(negative),
+            cumulative=_rounded(np.cumsum(positive + negative)),
+        )
+
+
+def _rounded(values: Any) -> list[float]:
+    """Five digits are more than a picture shows."""
+    return [float(f"{value:.5g}") for value in np.asarray(values).tolist()]

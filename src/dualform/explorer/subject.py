@@ -1,0 +1,121 @@
+"""What is explored: a recording with the samples it was trained and is tested on, and how these are shown and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import polars as pl
+from torch import Tensor
+
+import dualform
+from dualform.errors import QuestionError
+from dualform.explorer.collection import Key, TestSet, TrainingSet
+from dualform.explorer.forms import Named, Shown, Value
+from dualform.explorer.showing import Show, shown
+from dualform.explorer.text import Language
+
+ClassNames = Sequence[str] | Mapping[Any, str] | None
+Draw = Callable[[Tensor], Tensor]
+"""From a drawing, (32, 32) with 1 where there is ink, to an input of the model."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything that the explorer needs to know about a run."""
+
+    dual: dualform.Dual
+    train: TrainingSet
+    test: TestSet
+    title: str
+    by: tuple[str, ...]
+    """The columns that name a training sample; none: rows have no names."""
+    label: str | None
+    """The column that holds classes."""
+    class_names: ClassNames = None
+    show: Show | str | None = None
+    draw: Draw | None = None
+    ink: bool = False
+    """Whether grey pictures are ink on paper."""
+    language: Language | None = None
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What the recording says about itself."""
+        return self.dual.info()
+
+    def again(self) -> Subject:
+        """The same, with the recording opened anew: totals were built meanwhile."""
+        return replace(self, dual=self.dual.reopened())
+
+    def name(self, value: Value) -> str:
+        """The name of a class."""
+        names = self.class_names
+        if isinstance(names, Mapping):
+            return str(names.get(value, value))
+        if names is not None and isinstance(value, int) and 0 <= value < len(names):
+            return str(names[value])
+        return str(value)
+
+    def named(self, value: Value, place: int | None = None) -> Named:
+        """A class with its name and colour: that of its number or, if it has none, of its place among the others."""
+        colour = value if isinstance(value, int) and not isinstance(value, bool) else place or 0
+        return Named(value=value, name=self.name(value), colour=colour)
+
+    def show_input(self, sample: Any) -> Shown:
+        """An input as plain data."""
+        return Shown(kind="none") if sample is None else shown(sample, self.show, ink=self.ink)
+
+    def show_training(self, key: Key) -> Shown:
+        """A training sample as plain data; nothing, if its data are not at hand."""
+        return self.show_input(self.train.input(key) if self.train else None)
+
+
+def subject(
+    dual: dualform.Dual,
+    train: Any = None,
+    test: Any = None,
+    *,
+    class_names: ClassNames = None,
+    by: str | Sequence[str] = "sample_id",
+    label: str = "label",
+    show: Show | str | None = None,
+    draw: Draw | None = None,
+    title: str | None = None,
+    ink: bool = False,
+    language: Language | None = None,
+) -> Subject:
+    """Put together what the user gave; columns that were not recorded are left out, unless they were asked for by name."""
+    columns = dual.info()["columns"]
+    names = (by,) if isinstance(by, str) else tuple(by)
+    unknown = [name for name in names if name not in columns]
+    if unknown and names != ("sample_id",):
+        raise QuestionError(f"by={by!r}: there is no column {unknown[0]!r}. Columns: {', '.join(columns) or 'none'}.")
+    if label != "label" and label not in columns:
+        raise QuestionError(f"label={label!r}: there is no such column. Columns: {', '.join(columns) or 'none'}.")
+    per_position = [name for name in (*names, label) if columns.get(name, "").endswith("position")]
+    return Subject(
+        dual,
+        TrainingSet(train),
+        TestSet(test),
+        title or dual.store.folder.name,
+        () if unknown or set(names) & set(per_position) else names,
+        label if label in columns and label not in per_position else None,
+        class_names,
+        show,
+        draw,
+        ink,
+        language,
+    )
+
+
+def plain(value: Any) -> Value:
+    """An entry of a column as plain data."""
+    return value if value is None or isinstance(value, int | float | str | bool) else str(value)
+
+
+def distinct(frame: pl.DataFrame, column: str) -> list[Value]:
+    """The values of a column, sorted."""
+    return [plain(value) for value in frame[column].unique().sort().to_list()]
