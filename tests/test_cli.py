@@ -334,3 +334,51 @@ def test_evaluate_a_demo(tmp_path):
 def test_evaluate_needs_to_know_how_to_train(run):
     assert "--study my_module:my_study" in call("evaluate", run).stderr
     assert "expected MODULE:NAME" in call("evaluate", run, "--study", "nonsense").stderr
+
+
+@pytest.fixture
+def architecture(tmp_path, monkeypatch):
+    """A module in the current folder, as a user has it."""
+    (tmp_path / "my_training.py").write_text(
+        "from torch import nn\n\n"
+        "def network():\n    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))\n\n"
+        "nothing = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    yield "my_training:network"
+    sys.modules.pop("my_training", None)
+
+
+@pytest.mark.parametrize("method", ["whitened", "kernel", "sketch"])
+def test_influence_is_what_the_library_says(run, queries, architecture, method):
+    found = call("influence", run, "--test", queries, "--model", architecture, "--method", method, "--top", 2, "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    expected = dualform.open(run, model).influence(torch.from_numpy(np.load(queries)), method=method).top(2)
+    assert [row["row"] for row in answer["top"]] == expected["row"].to_list()
+    assert answer["segments"] == [[0, 3], [3, 6]]
+    assert answer["estimated"] is True
+
+
+def test_influence_by_sample_of_one_layer_for_people(run, queries, architecture):
+    asked = ("influence", run, "--test", queries, "--model", architecture, "--target", 1, "--target", 2)
+    found = call(*asked, "--by", "sample_id", "--layer", "2", "--where", "step >= 3", "--top", 1)
+    assert found.exit_code == 0, found.output
+    assert "Influence, estimated (whitened, 2 segments of training)" in found.stdout
+    assert "Positive: supports the target" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("network", "expected MODULE:NAME"),
+        ("no_such_module:network", "cannot be found"),
+        ("my_training:missing", "cannot be found"),
+        ("my_training:nothing", "is int; expected an nn.Module"),
+    ],
+)
+def test_influence_says_what_is_wrong_with_the_model(run, queries, architecture, model, says):
+    found = call("influence", run, "--test", queries, "--model", model)
+    assert found.exit_code == 2
+    assert says in found.stderr

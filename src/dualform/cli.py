@@ -100,6 +100,14 @@ class Gate(str, Enum):
     o = "o"
 
 
+class Method(str, Enum):
+    """How influence is estimated."""
+
+    whitened = "whitened"
+    kernel = "kernel"
+    sketch = "sketch"
+
+
 P = ParamSpec("P")
 
 
@@ -252,6 +260,59 @@ def totals(
         _print_json({**built, "groupings": len(kept.groupings), "bytes": nbytes})
     else:
         show_totals(Console(), built, len(kept.groupings), nbytes)
+
+
+@app.command()
+@_one_line_errors
+def influence(
+    run: Run,
+    test: Annotated[
+        Path, typer.Option(help="Test inputs, an entry each: .npy, .safetensors or .parquet.", show_default=False)
+    ],
+    named: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODULE:NAME",
+            help="The architecture: a model, or a function that gives one; the module is imported, from the current folder too.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        list[int] | None, typer.Option(help="The class, or one for each input.", show_default="the model's answer")
+    ] = None,
+    method: Annotated[Method, typer.Option(help="kernel and sketch: for softmax cross-entropy.")] = Method.whitened,
+    top: Annotated[int, typer.Option(min=1, help="So many for each input.")] = 10,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="Sum over the rows of a column, e.g. sample_id.", show_default="single rows"),
+    ] = None,
+    layer: Annotated[str | None, typer.Option(help="Of this layer alone.", show_default="all, summed")] = None,
+    where: Annotated[str | None, typer.Option(help='Only these rows: SQL, e.g. "label = 7 and step >= 100".')] = None,
+    lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the target most.")] = False,
+    segments: Annotated[int, typer.Option(min=1, help="At most so many epochs, spread over the run.")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Estimate which training rows support the answers to test inputs: what would change without them.
+
+    Curvature is built from the recording's slots at the first question and kept beside them.
+    """
+    import dualform
+    from dualform import exports
+    from dualform import named as names
+    from dualform.terminal import show_influence
+
+    dual = dualform.open(run, names.model(named))
+    inputs = exports.read_inputs(test, dual)
+    with _progress() as progress:
+        chosen = None if not target else target[0] if len(target) == 1 else target
+        found = dual.influence(inputs, target=chosen, method=method.value, segments=segments, progress=progress)
+        frame = (found if layer is None else found[layer]).top(top, by=by or None, where=where, lowest=lowest)
+    about = {"method": method.value, "segments": found.segments, "moments": found.moments, "layer": layer}
+    if as_json:
+        _print_json({**about, "estimated": True, "top": frame.to_dicts()})
+    else:
+        show_influence(Console(), about, frame)
 
 
 @app.command()

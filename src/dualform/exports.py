@@ -109,6 +109,13 @@ def read_queries(path: Path, layer: str) -> Tensor:
     raise QuestionError(f"{path}: query vectors are read from {', '.join(READERS)} files, not from {path.suffix!r}.")
 
 
+def read_inputs(path: Path, dual: Dual) -> Tensor:
+    """Test inputs, an entry each, in the type of the recording's weights; whole numbers stay whole."""
+    found = read_queries(path, "inputs")
+    kind = dual.store.manifest.parameters[0].dtype
+    return found.to(getattr(torch, kind)) if found.is_floating_point() else found
+
+
 def _from_safetensors(path: Path, layer: str) -> Tensor:
     with safe_open(path, "pt") as file:
         names = list(file.keys())

@@ -152,6 +152,20 @@ def show_also(console: Console, name: str, found: pl.DataFrame, k: int | None) -
     console.print(table)
 
 
+def show_influence(console: Console, about: dict[str, Any], frame: pl.DataFrame) -> None:
+    """The best rows or groups of each query."""
+    count = len(about["segments"])
+    title = f"Influence, estimated ({about['method']}, {count} segment{'s' if count > 1 else ''} of training)"
+    numbers = {name for name, kind in frame.schema.items() if kind.is_numeric()}
+    table = _table(title, *(f">{name}" if name in numbers else name for name in frame.columns))
+    for row in frame.iter_rows(named=True):
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else escape(str(v)) for v in row.values()))
+    console.print(table)
+    console.print(
+        "Positive: supports the target. An estimate of what would change without a row; not what the weights contain."
+    )
+
+
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:
     """The certificate, the accuracy, two answers explained, and how to go on."""
     settings = demo.settings

@@ -27,6 +27,28 @@ class Factors:
     """Slots for each row."""
 
 
+DAMPING = 0.3
+"""What is added to the curvature, relative to its mean eigenvalue, unless told otherwise."""
+
+
+def damped(curvature: Tensor, damping: float) -> Tensor:
+    """curvature (groups, d, d) + damping · its mean eigenvalue. Where there is none, all vectors are zero: any number will do."""
+    groups, width, _ = curvature.shape
+    mean = curvature.diagonal(dim1=1, dim2=2).mean(1)
+    added = torch.where(mean > 0, damping * mean, 1)
+    return curvature + torch.diag_embed(added[:, None].expand(groups, width))
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Of one layer in one segment."""
+
+    maps: list[Factors]
+    norms: Tensor | None
+    """(rows,) float32, if each row has one slot and its key is a vector: √(keyᵀ (A + αI)⁻¹ key) at the usual damping. With them, keys
+    that cannot matter are passed over."""
+
+
 class Sums:
     """The same, while slots are added."""
 

@@ -12,11 +12,13 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dualform.influence.curvature import Factors, Sums
+from dualform.influence.curvature import DAMPING, Curvature, Factors, Sums, damped
 from dualform.influence.pairings import pairings
-from dualform.influence.pieces import Piece
+from dualform.influence.pieces import Piece, one_slot_a_row, pieces, windows
 from dualform.influence.segments import Segment
+from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
 from dualform.store.folder import flush_folder
 from dualform.store.format import SLOTS, File, checksum
@@ -29,9 +31,13 @@ SLOTS_TAKEN = 16384
 """So many slots of a segment give a layer's curvature, from steps spread over it."""
 STEPS_TAKEN = 16
 """From so many steps at least, if there are as many."""
+VERSION = 3
+"""Of what is kept."""
+ROWS = 8192
+"""So many rows are looked at at a time."""
 
 Progress = Callable[[str, int, int], None]
-ByLayer = dict[str, list[Factors]]
+ByLayer = dict[str, Curvature]
 
 
 def factors(
@@ -49,7 +55,7 @@ def factors(
     return found
 
 
-def _factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
+def _factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
     name = _name(store, layer, segment)
     kept = _kept(store, layer, name)
     if kept is not None:
@@ -57,13 +63,15 @@ def _factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
     built = built_factors(store, layer, segment)
     tensors = {
         f"{n}.{part}": [tensor.numpy()]
-        for n, one in enumerate(built)
+        for n, one in enumerate(built.maps)
         for part, tensor in (
             ("keys", one.keys),
             ("errors", one.errors),
             ("positions", torch.tensor([one.positions], dtype=torch.float64)),
         )
     }
+    if built.norms is not None:
+        tensors["norms"] = [built.norms.numpy()]
     with contextlib.suppress(OSError):  # a store that cannot be written answers all the same
         unfinished = store.folder / f".{name}"
         write_tensors(unfinished, tensors)
@@ -72,7 +80,7 @@ def _factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
     return built
 
 
-def built_factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]:
+def built_factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
     """From slots, spread evenly over the segment."""
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
     calls = [
@@ -87,7 +95,24 @@ def built_factors(store: Store, layer: Layer, segment: Segment) -> list[Factors]
             one.add(keys, errors, batch, piece.positions)
     slots = sum(int(chunk.counts[block]) for chunk, block in calls)
     rows = sum(int(chunk.blocks[block, 4]) for chunk, block in calls if chunk.blocks[block, 2] == 0)
-    return [one.factors(slots / max(1, rows)) for one in sums]
+    maps = [one.factors(slots / max(1, rows)) for one in sums]
+    simple = layer.form == "vectors" and len(maps) == 1 and one_slot_a_row(store, layer, segment)
+    return Curvature(maps, _norms(store, layer, segment, maps[0]) if simple else None)
+
+
+def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Tensor:
+    """√(keyᵀ (A + αI)⁻¹ key) of each row, the constant included."""
+    [pairing] = pairings(layer)
+    triangle = torch.linalg.cholesky(damped(factors.keys, DAMPING))[0].float()
+    found = torch.zeros(segment.end_row - segment.first_row)
+    for window in windows(store, segment.first_row, segment.end_row, ROWS):
+        chunk = store.chunk_of(layer.name, window.place)
+        for piece in [] if chunk is None else pieces(chunk, window.begin, window.end, layer.d_in):
+            first = piece.first_row - segment.first_row
+            keys = with_constant(pairing, pairing.key_side(piece.keys(torch.float32))[:, 0])[:, : len(triangle)]
+            solved = torch.linalg.solve_triangular(triangle, keys.T, upper=False)
+            found[first : first + piece.rows] = torch.linalg.vector_norm(solved, dim=0)
+    return found
 
 
 def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
@@ -111,13 +136,13 @@ def _name(store: Store, layer: Layer, segment: Segment) -> str:
     """The file's name says what it was built from: the slots, the segment, and how many are taken."""
     chunks = [c for c in store.manifest.chunks if c.first_step < segment.end and c.end_step > segment.begin]
     content = [
-        asdict(layer), segment.begin, segment.end, SLOTS_TAKEN, STEPS_TAKEN,
+        VERSION, asdict(layer), segment.begin, segment.end, SLOTS_TAKEN, STEPS_TAKEN,
         [[c.first_step, c.end_step, c.files[SLOTS].checksum] for c in chunks],
     ]  # fmt: skip
     return f"curvature-{checksum(json.dumps(content).encode())}.safetensors"
 
 
-def _kept(store: Store, layer: Layer, name: str) -> list[Factors] | None:
+def _kept(store: Store, layer: Layer, name: str) -> Curvature | None:
     path = store.folder / name
     if not path.is_file():
         return None
@@ -125,7 +150,8 @@ def _kept(store: Store, layer: Layer, name: str) -> list[Factors] | None:
         length = handle.read(8)
         header = length + handle.read(int.from_bytes(length, "little"))
     file = TensorFile(path, File(path.stat().st_size, checksum(header)))
-    return [
+    maps = [
         Factors(file[f"{n}.keys"], file[f"{n}.errors"], float(file[f"{n}.positions"]))
         for n in range(len(pairings(layer)))
     ]
+    return Curvature(maps, file["norms"] if "norms" in file else None)

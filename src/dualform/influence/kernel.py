@@ -16,7 +16,7 @@ from torch import Tensor
 from dualform.errors import QuestionError
 from dualform.influence.asked import ByLayer
 from dualform.influence.pairings import Pairing, pairings
-from dualform.influence.pieces import Window, pieces_in, windows
+from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
 from dualform.influence.segments import Segment
 from dualform.influence.softmax import Misfit
 from dualform.influence.whitened import plain, with_constant
@@ -98,15 +98,10 @@ def _add_gram(store: Store, layer: Layer, pairing: Pairing, segment: Segment, ke
     """Add what one linear map says."""
     if pairing.numbers:
         _add_one_hot(store, layer, pairing, segment, kernel)
-    elif pairing.groups == 1 and _one_slot_a_row(store, layer, segment):
+    elif pairing.groups == 1 and one_slot_a_row(store, layer, segment):
         _add_outer(store, layer, pairing, segment, kernel)
     else:
         _add_gradients(store, layer, pairing, segment, kernel)
-
-
-def _one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
-    chunks = store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
-    return all(bool(((chunk.blocks[:, 2] == 0) & (chunk.blocks[:, 5] == 1)).all()) for chunk in chunks)
 
 
 def _add_outer(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.influence.segments import Segment
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
 from dualform.store.reader import Store
@@ -108,3 +109,9 @@ def pieces_in(
     for piece in pieces(chunk, window.begin, window.end, layer.d_in + layer.d_out):
         first = piece.first_row - window.begin
         yield slice(first, first + piece.rows), piece, piece.keys(dtype), piece.errors(dtype)
+
+
+def one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
+    """Whether each row of a segment has one slot at most."""
+    chunks = store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
+    return all(bool(((chunk.blocks[:, 2] == 0) & (chunk.blocks[:, 5] == 1)).all()) for chunk in chunks)

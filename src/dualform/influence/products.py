@@ -22,19 +22,17 @@ class Products:
     queries (examples, positions, groups, width + 1): the last column belongs to the constant; slopes (…, groups, outputs).
     """
 
-    def __init__(self, queries: Tensor, slopes: Tensor, constant: float):
-        self._queries, self._slopes, self._constant = queries, slopes, constant
+    def __init__(self, queries: Tensor, slopes: Tensor, constant: float, lengths: Tensor | None = None):
+        """lengths (examples,): |query · key| is at most this times the key's norm, whichever norm that is."""
+        self._queries, self._slopes, self._constant, self.lengths = queries, slopes, constant, lengths
 
     def of_slots(self, some: slice, keys: Tensor, errors: Tensor) -> Tensor:
         """keys (n, groups, width), errors (n, groups, outputs) → (examples, n)."""
-        queries, slopes = self._queries[some], self._slopes[some]
+        queries = self._queries[some]
         (examples, positions, groups, _), (n, _, width), outputs = queries.shape, keys.shape, errors.shape[2]
         if (groups == 1 and positions * (width + outputs) <= 2 * max(width, 1) * outputs) or not examples:
-            flat = queries.reshape(-1, width + 1)
-            weights = flat[:, :width] @ keys[:, 0].T
-            if self._constant:
-                weights += self._constant * flat[:, width:]
-            weights *= slopes.reshape(-1, outputs) @ errors[:, 0].T
+            weights = self.weights(some, keys)
+            weights *= self.slopes_along(some, errors)
             return weights if positions == 1 else weights.reshape(examples, positions, n).sum(1)
         apart, taken = errors.transpose(0, 1), keys.transpose(0, 1)  # (groups, n, …)
         found = queries.new_empty(examples, n)
@@ -44,6 +42,21 @@ class Products:
             found[place] = written + self._constant * (apart @ matrix[..., width:]).sum((0, 2))
         return found
 
+    def weights(self, some: slice, keys: Tensor) -> Tensor:
+        """query · (key, constant), if there are no groups: (examples × positions, n)."""
+        flat, width = self._queries[some].flatten(0, 2), keys.shape[2]
+        found: Tensor = flat[:, :width] @ keys[:, 0].T
+        return found.add_(flat[:, width:], alpha=self._constant) if self._constant else found
+
+    def slopes_along(self, some: slice, errors: Tensor) -> Tensor:
+        """slope · error, if there are no groups: (examples × positions, n)."""
+        return self._slopes[some].flatten(0, 2) @ errors[:, 0].T
+
+    @property
+    def is_one_pair(self) -> bool:
+        """Whether a query is one vector and one slope."""
+        return self._queries.shape[1] == self._queries.shape[2] == 1
+
     def of_rows(self, some: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
         """The same, summed over the positions of each row: (examples, n / positions)."""
         examples, own = some.stop - some.start, self._queries.shape[1]
@@ -51,7 +64,9 @@ class Products:
         rows, size = n // positions, groups * max(width, 1) * outputs
         by_matrix = size * (n + rows * examples + own * examples)
         by_slot = n * examples * min(groups * own * (width + outputs), 2 * size)
-        if positions == 1 or by_slot <= by_matrix:
+        if positions == 1:
+            return self.of_slots(some, keys, errors)
+        if by_slot <= by_matrix:
             return self.of_slots(some, keys, errors).reshape(examples, rows, positions).sum(2)
         apart = errors.reshape(rows, positions, groups, outputs).permute(0, 2, 3, 1)
         taken = keys.reshape(rows, positions, groups, width).transpose(1, 2)

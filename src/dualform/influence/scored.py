@@ -45,6 +45,8 @@ class LinearScores:
     store: Store
     segments: Sequence[Segment]
     products: Sequence[Mapping[str, Sequence[OfSlots]]]
+    norms: Sequence[Mapping[str, Tensor | None]] = ()
+    """The norm of each row's key, by segment and layer, where it is known: that of `Products.lengths`."""
 
     def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
         """(queries, rows)"""

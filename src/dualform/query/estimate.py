@@ -14,6 +14,7 @@ from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.influence import kernel, sketch, whitened
 from dualform.influence.asked import Asked, asked
+from dualform.influence.curvature import DAMPING, Curvature
 from dualform.influence.factors import factors
 from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
 from dualform.influence.segments import Segment, segments
@@ -98,11 +99,12 @@ def _scored(
     progress: Progress | None,
 ) -> Scored:
     if settings.method == "whitened":
-        damping = settings.damping or whitened.DAMPING
+        damping = settings.damping or DAMPING
         known = factors(store, layers, found, progress)
-        return LinearScores(store, found, [_whitened(q, f, damping) for q, f in zip(questions, known, strict=True)])
+        products = [_whitened(q, f, damping) for q, f in zip(questions, known, strict=True)]
+        return LinearScores(store, found, products, [{name: one.norms for name, one in f.items()} for f in known])
     last = logits([layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out])
-    shares, products = [], []
+    shares, sketches = [], []
     for done, (segment, question) in enumerate(zip(found, questions, strict=True)):
         if progress is not None:
             progress(settings.method, done, len(found))
@@ -112,19 +114,19 @@ def _scored(
             shares.append(kernel.kernel_scores(store, layers, segment, question, misfit, damping, settings.memory))
         else:
             damping = settings.damping or sketch.DAMPING
-            products.append(sketch.sketched(store, layers, segment, question, misfit, settings.size, damping))
+            sketches.append(sketch.sketched(store, layers, segment, question, misfit, settings.size, damping))
     if progress is not None:
         progress(settings.method, len(found), len(found))
     if settings.method == "kernel":
         return RowScores([layer.name for layer in layers], found, shares)
-    return LinearScores(store, found, products)
+    return LinearScores(store, found, sketches)
 
 
-def _whitened(question: Question, known: dict[str, list[Any]], damping: float) -> dict[str, list[OfSlots]]:
+def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:
     return {
         name: [
             whitened.whitened(one.pairing, one.queries, one.slopes, factors, damping)
-            for one, factors in zip(question[name], maps, strict=True)
+            for one, factors in zip(question[name], curvature.maps, strict=True)
         ]
-        for name, maps in known.items()
+        for name, curvature in known.items()
     }

@@ -143,6 +143,14 @@ class SlotChunk:
             return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
         return Vectors(self._vectors("key", dtype, low, high))
 
+    def vectors_at(self, places: Ints, dtype: torch.dtype) -> Tensor:
+        """The keys of some slots, (n, d_in), if they are vectors."""
+        if self.key_numbers is not None:
+            return self.store.gather_keys(self.number, self.key_numbers[places], dtype)
+        which, exponents = torch.from_numpy(places), f"{self.number}.key_exponents"
+        scales = self.file[exponents][which] if exponents in self.file else None
+        return decode(self.file[f"{self.number}.keys"][which], scales, dtype)
+
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
         """The feature maps of some rows of one block."""
         assert self.layer.geometry is not None
