@@ -66,7 +66,7 @@ class Checked:
 def check(text: Text, settings: Settings, folder: Path, progress: Progress = lambda what, done, total: None) -> Checked:
     """Train some steps with every slot of the LSTM, and of the output layer for some tokens, in float32."""
     settings = replace(settings, steps=min(STEPS, settings.steps), batch=min(ROWS, settings.batch), predicted=1.0)
-    prompt, target = PROMPTS.get(text.name, (_passage(text), text.vocabulary[int(text.test.ids[WIDTH])]))
+    prompt, target = PROMPTS.get(text.name) or _end(text)
     unit = text.numbers[target]
     model = built(settings.shape(len(text.vocabulary)), settings.seed)
     optimizer, state = adam(model, settings), start(model, settings.batch)
@@ -123,6 +123,7 @@ def _best(scores: np.ndarray[Any, Any]) -> list[int]:
     return found
 
 
-def _passage(text: Text) -> str:
-    """Of a text without known queries: its test part's beginning."""
-    return text.decode(text.test.ids[:WIDTH].tolist())
+def _end(text: Text) -> tuple[str, str]:
+    """Of a text without known queries: the end of its test part, and its last token."""
+    ids = text.test.ids[-WIDTH:].tolist()
+    return text.decode(ids[:-1]), text.vocabulary[ids[-1]]
