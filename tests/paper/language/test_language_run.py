@@ -1,0 +1,62 @@
+"""`dualform paper language`, from texts to pages, on tiny texts."""
+
+import json
+
+import pytest
+from tiny import STORY
+from typer.testing import CliRunner
+
+from dualform import texts
+from dualform.cli import app
+from dualform.paper.language import run
+
+BOOK = "THE WOLF AND THE LAMB\n\n\nThe Wolf stood high up the stream and the Lamb a little distance below.\n\n\n\n\nTHE CROW\n\n\n"
+ARTICLE = " \n = {} = \n \n who was by this time famous , particularly for his contribution to <unk> \n"
+FILES = {
+    "aesop": {"49010-0.txt": f"{BOOK}{STORY}\n\n\n\n\nAPPENDIX\n\n\n{STORY}"},
+    "wikitext-2": {
+        f"wiki.{part}.tokens": "".join(ARTICLE.format(f"The {n}") for n in ("his", "time")) * count
+        for part, count in (("train", 9), ("valid", 1), ("test", 2))
+    },
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(texts, "files", lambda name, folder: FILES[name])
+    monkeypatch.setattr(run, "COMPARED", 1)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+def test_pages(tiny, tmp_path):
+    options = ["--size", "small", "--steps", 3, "--state-size", 8, "--out", tmp_path, "--json"]
+    found = call("paper", "language", *options)
+    assert found.exit_code == 0, found.output
+    pages = json.loads(found.stdout)
+    for name, measure in (("aesop", "bits per character"), ("wikitext-2", "perplexity")):
+        assert pages[name] == str(tmp_path / name / "index.md")
+        page = (tmp_path / name / "index.md").read_text()
+        assert f"Made by `dualform paper {name} --size small --steps 3 --state-size 8`" in page
+        assert f" {measure}** on the whole test text" in page
+        for title in ("What was trained", "Two ways to record", "What the slots prove", "Which positions push a logit"):
+            assert f"## {title}" in page
+        assert (tmp_path / name / "figures" / "what-was-trained.png").exists()
+        results = json.loads((tmp_path / name / "results.json").read_text())
+        assert results["settings"]["steps"] == 3
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
+            "figures", "index.md", "recording", "results.json"
+        ]  # fmt: skip
+    assert "THE CROW" in call("passages", tmp_path / "aesop" / "recording", "--prompt", "The", "--top", 30).stdout
+    asked = call("passages", tmp_path / "wikitext-2" / "recording", "--prompt", "for his contribution", "--top", 2)
+    assert "The his" in asked.stdout
+    assert "⟦" in asked.stdout
+
+
+@pytest.mark.parametrize("option", [["--size", "small"], ["--state-size", 3], ["--minutes", 1]])
+def test_options_of_the_language_experiments(option):
+    found = call("paper", "joint", *option)
+    assert found.exit_code == 2
+    assert "are for aesop, wikitext-2 and language" in found.output
