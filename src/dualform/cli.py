@@ -52,6 +52,7 @@ class Experiment(str, Enum):
     aesop = "aesop"
     wikitext_2 = "wikitext-2"
     language = "language"
+    transformer = "transformer"
 
 
 LANGUAGE = {
@@ -614,7 +615,7 @@ def paper(
     experiment: Annotated[
         Experiment,
         typer.Argument(
-            help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17. language: aesop and wikitext-2."
+            help="images: single-task, joint and continual. asides: remarks 2.3 to 3.4, eq. 14 to 17. language: aesop and wikitext-2. transformer: remark 3.5."
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many trainings, each with another seed.")] = 5,
@@ -661,6 +662,9 @@ def paper(
     pages = {}
     with _progress() as progress:
         for one in chosen:
+            if one == "transformer":
+                pages[one] = _transformer(out / one, data, steps, first, keep, progress)
+                continue
             if one == "asides":
                 pages[one] = run_asides(out / one, keep=keep, progress=progress)
                 continue
@@ -692,6 +696,19 @@ def paper(
     else:
         for name, page in pages.items():
             print(f"{name}: {page}")
+
+
+def _transformer(
+    out: Path, data: Path | None, steps: int | None, seed: int, keep: bool, progress: Callable[[str, int, int], None]
+) -> Path:
+    """Remark 3.5."""
+    from dualform.paper.language import remark
+    from dualform.paper.language.transformer import Settings
+
+    settings = Settings(seed=seed) if steps is None else Settings(seed=seed, steps=steps)
+    said = f" --steps {steps}" * (steps is not None) + f" --seed {seed}" * bool(seed)
+    command = f"dualform paper transformer{said}"
+    return remark.run(out, data=data, settings=settings, keep=keep, command=command, progress=progress)
 
 
 def _language(

@@ -193,7 +193,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Spot:
-    """A token of the training text with what stands around it, and the weight with which it is read."""
+    """A token of the training text with what stands around it, and the weight with which it is read. Blanks come as "␣"."""
 
     before: str
     token: str

@@ -19,8 +19,6 @@ ROW, LINE, GAP, HEAD = 0.16, 0.15, 0.09, 0.3
 """Inches: a head's row of the softmax, a line of text, what stays free between readings, and a heading."""
 NAMES, TOKEN, END = 1.5, 4.55, 7.2
 """Inches from the left: where weights end, where the tokens that are read stand, and where the text after them ends."""
-SHOWN = {" ": "␣", "\n": "⏎"}
-"""Tokens that could not be seen."""
 
 
 def save(found: Retrieval, title: str, stem: Path) -> list[Path]:
@@ -49,11 +47,6 @@ def draw(found: Retrieval, title: str) -> Figure:
     return sheet.figure
 
 
-def visible(token: str) -> str:
-    """A token as it is shown where it stands alone."""
-    return SHOWN.get(token, token)
-
-
 def _softmax(sheet: Sheet, found: Retrieval, top: float) -> None:
     heading = "Second level: softmax over the prompt, a row for each head"
     sheet.text(MARGIN, top + 0.1, heading, size=NORMAL, weight="bold")
@@ -66,7 +59,7 @@ def _softmax(sheet: Sheet, found: Retrieval, top: float) -> None:
     for place, token in enumerate(found.tokens):
         marked = place in found.attended or place == count - 1
         style = {"weight": "bold", "color": SERIES[5]} if marked else {"color": INK}
-        sheet.text(left + (place + 0.5) * pitch, top + HEAD + ROW / 2, visible(token), ha="center", **style)
+        sheet.text(left + (place + 0.5) * pitch, top + HEAD + ROW / 2, token, ha="center", **style)
     for head in range(len(found.shares)):
         sheet.text(left - 0.06, top + HEAD + ROW * (head + 1.5), f"head {head}", ha="right", color=FAINT)
 
@@ -79,11 +72,10 @@ def _reading(sheet: Sheet, reading: Reading, top: float) -> None:
 
 def _spot(sheet: Sheet, spot: Spot, middle: float) -> None:
     sheet.text(NAMES, middle, short(spot.weight), ha="right", color=FAINT)
-    token = visible(spot.token)
-    half = width_of(token, bold=True) / 2 + 0.02
+    half = width_of(spot.token, bold=True) / 2 + 0.02
     before, after = (re.sub(r"\s+", " ", part) for part in (spot.before, spot.after))
     sheet.text(TOKEN - half, middle, _fitting(before, TOKEN - half - NAMES - 0.15, from_end=True), ha="right")
-    sheet.text(TOKEN, middle, token, ha="center", weight="bold", color=SERIES[5])
+    sheet.text(TOKEN, middle, spot.token, ha="center", weight="bold", color=SERIES[5])
     sheet.text(TOKEN + half, middle, _fitting(after, END - TOKEN - half, from_end=False))
     sheet.text(END + 0.12, middle, shortened(spot.title, WIDTH - MARGIN - END - 0.12), color=FAINT)
 

@@ -1,15 +1,14 @@
-"""A query answered beside rankings written out, and what its page says."""
+"""A query answered beside rankings written out, and what is said of it."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from made import made
 
-from dualform.paper.language import tables
+from dualform.paper.language import report, tables
 from dualform.paper.language.queries import Query, Table
-from dualform.paper.language.report import page
 from dualform.paper.language.tables import answer
 
 WORDS = "the fox saw a | crow . the crow had <unk> cheese . " * 6
@@ -83,50 +82,52 @@ def test_what_is_retrieved_is_counted(attention):
     assert found.retrieved.answer == pytest.approx(np.mean([ids[min(p + 1, len(ids) - 1)] == crow for p in best]))
 
 
-def results(answers):
-    settings = {"embedding": 8, "state": 16, "lr": 1e-3, "clip": 1.0, "dropout": 0.5, "weight_decay": 0.0, "batch": 2,
-                "window": 5, "forget": 0.01, "seed": 0}  # fmt: skip
-    trained = {"keep": "totals", "steps": 30, "seconds": 60.0, "nbytes": 10**9, "losses": [(30, 1.0)], "test": 2.0}
-    return {
-        "text": {"name": "wikitext-2", "unit": "word", "vocabulary": 9, "train": len(BOOK.train), "test": 6},
-        "settings": settings, "trained": trained, "epochs": 4.2, "visits": {"least": 4, "most": 5}, "shown": 1,
-        "answers": json.loads(json.dumps([asdict(one) for one in answers])),
-    }  # fmt: skip
-
-
 @pytest.fixture
 def shown(attention, monkeypatch):
-    monkeypatch.setattr("dualform.paper.language.report.KS", (1, 3))
-    train = Query("train", 15, 20)
-    queries = [Query("test", 0, 1, TABLE, (5, 7)), replace(train, table=replace(TABLE, number=4)), Query("test", 0, 4)]
-    return page(
-        results([answered(one, attention) for one in queries]), "dualform paper wikitext-2", ["## More\n\nwords"]
-    )
+    """The sections for three queries."""
+    monkeypatch.setattr(report, "KS", (1, 3))
+    train = Query("train", 15, 20, replace(TABLE, number=4))
+    queries = [Query("test", 0, 1, TABLE, (5, 7)), train, Query("test", 0, 4)]
+    found = report.sections(BOOK, [answered(one, attention) for one in queries])
+    json.dumps([section.data for section in found])
+    return {section.title: section.text for section in found}
 
 
-def test_the_page_has_every_query(shown):
-    assert "Made by `dualform paper wikitext-2`" in shown
-    assert "30 steps, 4.2 epochs" in shown
-    assert "perplexity: 3 in training at the end, 7 on the test text" in shown
-    assert "Each position was visited 4 to 5 times" in shown
-    assert "## Table 5: foxes" in shown
-    assert "The query is of the training text" in shown.split("## Table 4")[1].split("\n## ")[0]
-    assert "The query is of the training text" not in shown.split("## Table 5")[1].split("\n## ")[0]
-    assert "### Query 1" in shown
-    assert shown.endswith("## More\n\nwords\n")
+def test_every_query_has_its_place(shown):
+    assert list(shown) == [
+        "How to read the tables",
+        "Table 5: foxes",
+        "Table 4: foxes",
+        "Queries chosen by a rule",
+        "How far does a search by the letter agree?",
+        "Negative examples",
+    ]
+    assert "The query is of the training text" in shown["Table 4: foxes"]
+    assert "The query is of the training text" not in shown["Table 5: foxes"]
+    assert [line.split(" |")[0] for line in shown["Table 5: foxes"].splitlines() if line.startswith("| paper")] == [
+        "| paper 1",
+        "| paper 2",
+    ]
+    assert shown["Queries chosen by a rule"].count("<details>") == 1
+    assert "over 3 queries" in shown["How far does a search by the letter agree?"]
 
 
 def test_nothing_of_the_text_is_read_as_markdown(shown):
-    assert "<unk>" not in shown
-    assert "&lt;unk&gt;" in shown
-    rows = [line for line in shown.splitlines() if line.startswith("| attention 1")]
+    content = "\n".join(shown.values())
+    assert "<unk>" not in content
+    assert "&lt;unk&gt;" in content
+    rows = [line for line in content.splitlines() if line.startswith("| attention 1")]
     assert len(rows) == 3
     assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
 
 
-def test_a_page_without_negative_examples_says_so(attention, monkeypatch):
+def test_where_there_is_no_negative_example_it_is_said(attention, monkeypatch):
     monkeypatch.setattr(tables, "OUTSIDE", len(attention))
-    monkeypatch.setattr("dualform.paper.language.report.KS", (1, 3))
+    monkeypatch.setattr(report, "KS", (1, 3))
     found = answered(Query("test", 0, 4), attention)
     assert found.negative is None
-    assert "No match by BM25" in page(results([found]), "")
+    assert "No match by BM25" in report.sections(BOOK, [found])[-1].text
+
+
+def test_without_queries_there_is_nothing_to_tell():
+    assert report.sections(BOOK, []) == []

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from made import made
+from typer.testing import CliRunner
 
 import dualform
+from dualform.cli import app
 from dualform.paper.language import remark, text
 from dualform.paper.language.queries import Query, chosen
 from dualform.paper.language.transformer import PLACE, Settings, built, distances, evaluate, layer, train
@@ -106,7 +108,7 @@ def test_every_token_of_a_text_is_predicted_once(two):
 def test_what_is_shown_are_the_best_positions(two):
     found = two.look(QUERY, 1)
     shares, vectors = two.levels(QUERY, 1)
-    assert "".join(found.tokens) == "x ran,"
+    assert "".join(found.tokens) == "x␣ran,"
     assert found.shares == pytest.approx(shares.numpy(), abs=1e-6)
     best = two.first_level(vectors[-1:], 1)[0]
     assert found.asked.spots[0].weight == pytest.approx(best.max(), rel=1e-5)
@@ -153,3 +155,16 @@ def test_the_page_from_data(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["settings"]["steps"] == len(found["losses"]) == 3
     assert len(next(iter(found["shown"].values()))) == TINY.blocks
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "load", lambda name, folder: BOOK)
+    monkeypatch.setattr(remark, "QUERIES", 1)
+    monkeypatch.setattr("dualform.paper.language.transformer.Settings", lambda **given: replace(TINY, **given))
+    found = CliRunner().invoke(app, ["paper", "transformer", "--steps", "2", "--out", str(tmp_path), "--json"])
+    assert found.exit_code == 0, found.output
+    page = tmp_path / "transformer" / "index.md"
+    assert json.loads(found.stdout) == {"transformer": str(page)}
+    assert "Made by `dualform paper transformer --steps 2`" in page.read_text()
+    refused = CliRunner().invoke(app, ["paper", "transformer", "--minutes", "2"])
+    assert refused.exit_code == 2

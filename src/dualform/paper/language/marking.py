@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import re
 
-from dualform.figures.retrieval import visible
+from dualform.paper.language.showing import visible
 
 
 def marked(before: str, token: str, after: str) -> str:
     """On one line, with nothing left that Markdown would read as its own."""
-    return f"… {_plain(before).lstrip()}<b>{_plain(visible(token))}</b>{_plain(after).rstrip()} …"
+    return f"… {escaped(before).lstrip()}<b>{escaped(visible(token))}</b>{escaped(after).rstrip()} …"
 
 
-def _plain(content: str) -> str:
+def escaped(content: str) -> str:
+    """As it is, on one line, also in a cell of a table."""
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(re.sub(r"\s+", " ", content), quote=False))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualform.paper.language.checks import Checked, Pushed
+from dualform.paper.language.marking import escaped, marked
 from dualform.paper.language.recording import Trained
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.showing import visible
@@ -108,8 +109,8 @@ def split(checked: Checked) -> Section:
     """A next token's logit, shared out among training positions."""
     parts = checked.parts
     said = (
-        f"The same short training, with error signals of the output layer kept for one token. After “{checked.prompt}”, the logit of "
-        f"**{visible(checked.target)}** is {parts['target']:.4f} = initial part {parts['initial']:.4f} + slots {parts['slots']:.4f} + remainder "
+        f"The same short training, with error signals of the output layer kept for one token. After “{escaped(checked.prompt)}”, the logit of "
+        f"<b>{escaped(visible(checked.target))}</b> is {parts['target']:.4f} = initial part {parts['initial']:.4f} + slots {parts['slots']:.4f} + remainder "
         f"{parts['remainder']:.0e}. What training positions add to it sums to {checked.by_position:.4f}: it is all of the slots' part. "
         f"A position stands for reading its token and predicting the next one.\n\n"
         + table(
@@ -123,12 +124,5 @@ def split(checked: Checked) -> Section:
 
 
 def _pushed(one: Pushed) -> list[str]:
-    before, after = (escaped(text) for text in (one.passage.before, one.passage.after))
-    return [f"{before}**⟦{escaped(visible(one.passage.token))}⟧**{after}", f"{one.contribution:+.4f}", str(one.visits)]
-
-
-def escaped(text: str) -> str:
-    """Text as it is, in a cell of a Markdown table."""
-    for character in "\\`*_|<>[]":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("\n", " ⏎ ")
+    passage = one.passage
+    return [marked(passage.before, passage.token, passage.after), f"{one.contribution:+.4f}", str(one.visits)]

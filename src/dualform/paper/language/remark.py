@@ -15,11 +15,11 @@ import numpy as np
 import dualform
 from dualform.figures import lines, retrieval
 from dualform.figures.results import Line, Lines, Retrieval
-from dualform.figures.retrieval import visible
 from dualform.paper.language import text as texts
 from dualform.paper.language.marking import marked
 from dualform.paper.language.queries import chosen, papers
 from dualform.paper.language.rankings import Retrieved, rank_of
+from dualform.paper.language.showing import visible
 from dualform.paper.language.training import bits
 from dualform.paper.language.transformer import Settings, built, evaluate, train
 from dualform.paper.language.two_levels import BEST, Levels, TwoLevels

@@ -12,7 +12,8 @@ import torch
 
 import dualform
 from dualform.paper import pictures
-from dualform.paper.language import page, ways
+from dualform.paper.language import page, report, ways
+from dualform.paper.language.asking import Recorded
 from dualform.paper.language.checks import check
 from dualform.paper.language.recording import Progress, train
 from dualform.paper.language.settings import Settings
@@ -34,11 +35,13 @@ def run(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Train with totals, compare the ways to record, check with all slots; gives the page. The totals stay: `dualform passages`."""
+    """Train with totals, ask, compare the ways to record, check with all slots; gives the page. The totals stay: `dualform passages`."""
     out.mkdir(parents=True, exist_ok=True)
     _, trained = train(text, settings, out / RECORDING, minutes=minutes, progress=progress)
+    answers = report.ask(Recorded(out / RECORDING), progress=progress)
     sections = [
         page.learned(text, settings, trained),
+        *report.sections(text, answers),
         page.costs(text, settings, ways.compare(text, settings, out / "ways", COMPARED, progress)),
     ]
     checked = check(text, settings, out / "slots", progress)

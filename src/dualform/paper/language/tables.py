@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from dualform.paper.language.asking import Recorded
 from dualform.paper.language.lexical import Scores, bm25, common_ending
 from dualform.paper.language.queries import Query
 from dualform.paper.language.rankings import (
@@ -33,6 +35,8 @@ OUTSIDE = 1000
 """A negative example is none of the so many positions with the most attention, nor near them."""
 BEST = 10
 """So many positions count as retrieved."""
+LIKELY = 3
+"""So many next tokens are told."""
 AROUND = {"character": 60, "word": 90}
 """Characters shown before and after a token."""
 
@@ -134,6 +138,19 @@ def answer(text: Text, query: Query, attention: Scores, visits: Places, likely: 
         retrieved(ids, order(attention, BEST), ending, text.numbers[likely[0][0]]),
         list(likely),
     )  # fmt: skip
+
+
+def answered(recorded: Recorded, query: Query) -> Answer:
+    """A query put to a recording. Attention is the mean over a position's visits.
+
+    The paper sums over visits. Where all positions have equally many the ranking is the same; else sums would put those first that the
+    last, unfinished epoch has visited once more.
+    """
+    tokens = torch.from_numpy(query.prompt(recorded.text).astype(np.int64))
+    by = recorded.scores(tokens)
+    best = torch.topk(recorded.following(tokens), min(LIKELY, len(recorded.text.vocabulary)))
+    likely = [(recorded.text.vocabulary[int(n)], float(p)) for p, n in zip(*best, strict=True)]
+    return answer(recorded.text, query, by.scores / np.maximum(by.visits, 1), by.visits, likely)
 
 
 def _without(scores: Scores, places: slice) -> Scores:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import dualform
 from dualform.figures.results import Reading, Retrieval, Spot
-from dualform.figures.retrieval import visible
 from dualform.paper.language.lexical import Scores, common_ending
 from dualform.paper.language.positions import Positions
 from dualform.paper.language.queries import Query
 from dualform.paper.language.rankings import Retrieved, order, passages, retrieved
+from dualform.paper.language.showing import visible
 from dualform.paper.language.text import Text
 from dualform.paper.language.transformer import PLACE, Transformer, layer
 
@@ -72,14 +72,14 @@ class TwoLevels:
     def look(self, query: Query, block: int) -> Retrieval:
         """Both levels for one query in one block."""
         shares, vectors = self.levels(query, block)
-        tokens = tuple(self._text.vocabulary[number] for number in self.read(query)[0].tolist())
+        tokens = tuple(visible(self._text.vocabulary[number]) for number in self.read(query)[0].tolist())
         attended = shares[:, :-1].amax(0).topk(min(TOKENS, len(tokens) - 1)).indices.tolist()
         mixed = shares @ vectors
         scores = self.first_level(torch.cat([vectors[[-1, *attended]], mixed]), block)
         without = [query.position] if query.part == "train" else []
-        names = [f"{visible(tokens[-1])}, which asks"]
+        names = [f"{tokens[-1]}, which asks"]
         names += [
-            f"{visible(tokens[place])}, {len(tokens) - 1 - place} before: {100 * float(shares[:, place].max()):.0f} %"
+            f"{tokens[place]}, {len(tokens) - 1 - place} before: {100 * float(shares[:, place].max()):.0f} %"
             for place in attended
         ]
         names += [f"head {head}" for head in range(len(mixed))]
@@ -115,7 +115,7 @@ class TwoLevels:
         found = []
         for position in passages(scores, TOP, AROUND, without):
             one = self._text.passage(position, AROUND)
-            found.append(Spot(one.before, one.token, one.after, one.title, float(scores[position])))
+            found.append(Spot(one.before, visible(one.token), one.after, one.title, float(scores[position])))
         return Reading(name, tuple(found))
 
 

@@ -1,18 +1,16 @@
-"""From a tiny recorded language model to its page; attention by position beside a loop over its slots."""
-
-import json
-import re
+"""A tiny recorded language model is asked; attention by position beside a loop over its slots."""
 
 import numpy as np
 import pytest
 import torch
 from made import made
 
-from dualform.paper.language import queries, results, tables
+from dualform.paper.language import queries, report, tables
 from dualform.paper.language.asking import Recorded
 from dualform.paper.language.queries import Query, Table
 from dualform.paper.language.recording import train
 from dualform.paper.language.settings import Settings
+from dualform.paper.language.tables import answered
 
 STORY = "the fox saw the crow . the crow ate <unk> cheese .\n"
 BOOK = made("a fox ate the cheese . the crow saw a fox .\n" * 3, "word", STORY * 5 + "a")
@@ -38,7 +36,7 @@ def asked(monkeypatch):
 
 def test_attention_is_the_mean_over_the_visits(folders, asked):
     query = Query("test", 0, 9)
-    found = results.answered(Recorded(folders["totals"]), query)
+    found = answered(Recorded(folders["totals"]), query)
     slots = Recorded(folders["slots"]).dual
     vector = slots.attend(torch.tensor(query.prompt(BOOK).astype("int64"))[None])["lstm"].queries[0, -1]
     keys = slots.layer("lstm").keys
@@ -56,24 +54,16 @@ def test_attention_is_the_mean_over_the_visits(folders, asked):
     assert found.top[0].attention == pytest.approx(max(means), abs=2e-3)
 
 
-def test_the_page_of_a_recording(folders, asked, tmp_path):
-    page = results.report(folders["totals"], tmp_path, command="dualform paper made", count=4)
-    content = page.read_text()
-    assert "## Table 5: eating" in content
-    assert f"12 steps, {120 / len(BOOK.train):.1f} epochs" in content
-    for picture in re.findall(r"\((figures/[^)]+)\)", content):
-        assert (tmp_path / picture).exists()
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert len(found["answers"]) == 5
-    (theirs,) = found["answers"][0]["theirs"]
-    assert theirs["token"] == "ate"
-    assert found["visits"]["most"] - found["visits"]["least"] == 1
-    assert found["epochs"] == pytest.approx(12 * 2 * 5 / len(BOOK.train))
-    again = results.write_page(tmp_path, ["## More"])
-    assert again.read_text() == content + "\n## More\n"
+def test_the_papers_queries_come_first_and_then_those_by_the_rule(folders, asked):
+    answers = report.ask(Recorded(folders["totals"]), count=4)
+    assert [one.asked.table for one in answers] == [5, None, None, None, None]
+    (theirs,) = answers[0].theirs
+    assert theirs.token == answers[0].asked.token == "ate"
+    titles = [section.title for section in report.sections(BOOK, answers)]
+    assert titles[1] == "Table 5: eating"
 
 
-def test_a_text_without_tables_has_queries_by_the_rule(folders, tmp_path):
-    page = results.report(folders["totals"], tmp_path, command="", count=2)
-    assert "## Table" not in page.read_text()
-    assert page.read_text().count("### Query") == 2
+def test_a_text_without_tables_has_queries_by_the_rule_alone(folders, asked, monkeypatch):
+    monkeypatch.delitem(queries.TABLES, "made")
+    answers = report.ask(Recorded(folders["totals"]), count=2)
+    assert [one.asked.table for one in answers] == [None, None]
