@@ -21,7 +21,7 @@ from dualform.layers.keys import Vectors
 from dualform.layers.streams import Layer
 from dualform.query.answers import Ranked
 from dualform.query.masks import Bools
-from dualform.query.ranking import Best
+from dualform.query.ranking import Best, Way, ranked_by
 
 TILE_BYTES = 64 << 20
 """How much the slopes of a stretch of rows may take, all layers together."""
@@ -49,11 +49,11 @@ def foremost(
     layers: Sequence[Layer],
     some: slice,
     k: int,
-    ranked_by: Callable[[Tensor], Tensor],
+    way: Way,
     mask: Callable[[Window], Bools],
     dtype: torch.dtype,
 ) -> Ranked:
-    """The k best rows of some queries. ranked_by: what of a score decides. mask: which rows of a window take part."""
+    """The k best rows of some queries. mask: which rows of a window take part."""
     count = some.stop - some.start
     size = max(1, min(ROWS, TILE_BYTES // (dtype.itemsize * max(1, count) * (len(layers) + 2))))
     bests = [Best(count, k, dtype) for _ in scored.segments]
@@ -63,7 +63,7 @@ def foremost(
             known = torch.cat([best.scores, *others], 1)
             least = known.topk(k, dim=1).values[:, -1] if known.shape[1] >= k else None
             rows, scores = _scores(scored, layers, number, window, some, least, mask(window), dtype)
-            best.add(ranked_by(scores), torch.from_numpy(rows + window.begin), scores)
+            best.add(ranked_by(scores, way), torch.from_numpy(rows + window.begin), scores)
     # Ties go to the lower row: segments stand in their order, and the sort is stable
     ranked, values, numbers = (torch.cat([getattr(b, of) for b in bests], 1) for of in ("scores", "values", "numbers"))
     order = ranked.sort(dim=1, descending=True, stable=True).indices[:, :k]

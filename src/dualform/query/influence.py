@@ -21,7 +21,7 @@ from dualform.errors import MaskError, QuestionError, UnknownLayerError
 from dualform.influence.pieces import Window, windows
 from dualform.influence.scored import LinearScores, Scored
 from dualform.layers.streams import Layer
-from dualform.query.answers import Answer, Ranked, Scores, Sums, check, ranked_by
+from dualform.query.answers import Answer, Ranked, Scores, Sums, check
 from dualform.query.foremost import can_be_bounded, foremost
 from dualform.query.masks import Bools, condition_columns
 from dualform.query.ranking import Way
@@ -84,19 +84,16 @@ class RowInfluence(Answer):
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
     ) -> Ranked:
         """As top(k), but bare numbers."""
-        check(k, absolute, lowest)
+        way = check(k, absolute, lowest)
         if not isinstance(self._scored, LinearScores) or not can_be_bounded(self._scored, self._layers):
             return super().best(k, where=where, absolute=absolute, lowest=lowest)
         mask = self._mask(where)
-
-        def ranked(scores: Tensor) -> Tensor:
-            return ranked_by(scores, absolute, lowest)
 
         def rows(window: Window) -> Bools:
             return np.ones(window.end - window.begin, dtype=bool) if mask is None else mask(Rows(0, window))
 
         found = [
-            foremost(self._scored, self._layers, queries, k, ranked, rows, self._dtype)
+            foremost(self._scored, self._layers, queries, k, way, rows, self._dtype)
             for queries in self._query_blocks(k)
         ]
         return Ranked.join(found, self._dtype)

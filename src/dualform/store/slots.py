@@ -146,7 +146,7 @@ class SlotChunk:
     def vectors_at(self, places: Ints, dtype: torch.dtype) -> Tensor:
         """The keys of some slots, (n, d_in), if they are vectors."""
         if self.key_numbers is not None:
-            return self.store.gather_keys(self.number, self.key_numbers[places], dtype)
+            return self.store.gather(self.number, "key", self.key_numbers[places], dtype)
         which, exponents = torch.from_numpy(places), f"{self.number}.key_exponents"
         scales = self.file[exponents][which] if exponents in self.file else None
         return decode(self.file[f"{self.number}.keys"][which], scales, dtype)
