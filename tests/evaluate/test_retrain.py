@@ -3,6 +3,7 @@ import tiny
 import torch
 
 from dualform.errors import QuestionError, StudyError
+from dualform.evaluate import retrain
 from dualform.evaluate.retrain import Job, Retrained
 from dualform.evaluate.subsets import Subsets
 
@@ -20,9 +21,8 @@ def test_outcomes_are_those_of_the_training(tmp_path):
 def test_what_is_there_is_not_trained_again(tmp_path):
     retrained = Retrained(tiny.study(), tmp_path / "kept")
     few = Subsets(IDS, 3, 1).jobs()
-    retrained.outcomes(few[:2])
-    left = retrained.estimate(few)
-    assert left.trainings == 0
+    retrained.outcomes(few[:1])
+    assert retrained.estimate(few) == (0, pytest.approx(0))
     tiny.CALLS.clear()
     first = retrained.outcomes(few)
     assert tiny.CALLS == []
@@ -32,7 +32,18 @@ def test_what_is_there_is_not_trained_again(tmp_path):
     assert told[0] == ("retraining", 4, 10)
     assert told[-1] == ("retraining", 10, 10)
     torch.testing.assert_close(more[:3], first)
-    assert retrained.estimate(Subsets(IDS, 6, 2).jobs()).seconds > 0
+
+
+def test_an_estimate_keeps_the_trainings_that_it_is_made_from(tmp_path, monkeypatch):
+    retrained, jobs = Retrained(tiny.study(), tmp_path / "kept"), Subsets(IDS, 5, 2).jobs()
+    left = retrained.estimate(jobs)
+    assert left.trainings == 8
+    assert left.seconds > 0
+    monkeypatch.setattr(retrain, "LONG", 0.0)
+    assert retrained.estimate(jobs).trainings == 7
+    tiny.CALLS.clear()
+    retrained.outcomes(jobs)
+    assert len(tiny.CALLS) == 7
 
 
 def test_an_interruption_loses_nothing_that_was_done(tmp_path):

@@ -63,7 +63,7 @@ class Evaluator:
     views: dict[str, View]
 
     def estimate(self) -> Estimate:
-        """How many trainings are still to do, and about how long they take. Does one of them."""
+        """How many trainings are still to do, and about how long they take. Does one or two of them."""
         return self.retrained.estimate(self.subsets.jobs())
 
     def run(self, progress: Progress | None = None) -> Evaluation:

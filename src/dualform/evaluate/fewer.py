@@ -36,7 +36,7 @@ class FewOut:
     repeats: int
 
     def estimate(self) -> Estimate:
-        """How many trainings are still to do, and about how long they take. Does one of them."""
+        """How many trainings are still to do, and about how long they take. Does one or two of them."""
         return self.retrained.estimate(self._jobs())
 
     def run(self, progress: Progress | None = None) -> pl.DataFrame:
