@@ -36,7 +36,7 @@ def test_no_answer_is_a_500(tmp_path, make):
     for operation in operations:
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=10, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=5, suppress_health_check=list(HealthCheck))
         def check(case):
             case.call_and_validate(checks=CHECKS)
 

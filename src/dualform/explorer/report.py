@@ -36,6 +36,8 @@ def write(
 ) -> Written:
     """Ask everything that the page may ask about some test examples, and put page and answers into one file."""
     numbers = _chosen(session) if tests is None else list(dict.fromkeys(tests))
+    for number in numbers:
+        session.subject.test.place(number)
     if not numbers:
         raise QuestionError("there are no test examples to report on.")
     content = _file(_answers(session, numbers, progress), session.subject.title)

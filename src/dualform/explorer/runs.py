@@ -18,11 +18,16 @@ from torch.nn import functional as F
 import dualform
 from dualform import demo
 from dualform.errors import DataError
+from dualform.explorer.forms import Excerpt
 from dualform.explorer.subject import Subject, subject
+from dualform.explorer.text import Language
+from dualform.paper.language import beside
 from dualform.paper.settings import Phase, Settings
 from dualform.paper.tasks import load
 from dualform.paper.training import FINISHED, network
 
+PROMPT = 56
+"""The page of a language model begins with so many tokens of the test text, and at most as many characters."""
 WIDEST = 1 << 14
 """A network in a settings file that is wider than this is no network of ours."""
 
@@ -35,7 +40,7 @@ def find(folder: Path, data: Path | None = None) -> Subject:
             try:
                 settings = json.loads((folder / name).read_text())
                 return read(folder, settings, data)
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise DataError(f"{folder / name} is not what dualform writes there: {error}.") from None
     raise DataError(
         f"{folder} does not say what data it was trained on. Open it from Python, with the model and the data: "
@@ -90,6 +95,25 @@ def _paper(folder: Path, found: dict[str, Any], data: Path | None) -> Subject:
     )
 
 
+def _language(folder: Path, found: dict[str, Any], data: Path | None) -> Subject:
+    kept = beside.read(folder)
+    _check(kept.shape.embedding, kept.shape.state)
+    text = kept.text
+
+    def passage(position: int) -> Excerpt:
+        shown = text.passage(position)
+        return Excerpt(
+            before=shown.before, token=shown.token, after=shown.after, title=shown.title, position=shown.position
+        )
+
+    begin = text.decode(text.test.ids[:PROMPT].tolist())[:PROMPT]
+    return subject(
+        dualform.open(folder, kept.model()),
+        language=Language(text.encode, text.decode, passage, kept.column, prompt=begin),
+        title=f"{text.name}, {text.unit}s",
+    )
+
+
 def _check(*sizes: Any) -> None:
     if not all(isinstance(size, int) and 0 < size <= WIDEST for size in sizes):
         raise ValueError(f"sizes {sizes} are not those of a network of ours")
@@ -97,6 +121,7 @@ def _check(*sizes: Any) -> None:
 
 KNOWN: dict[str, Callable[[Path, dict[str, Any], Path | None], Subject]] = {
     demo.SETTINGS: _demo,
+    beside.JSON: _language,
     FINISHED: _paper,
 }
 """By the name of the settings file, what reads it."""

@@ -58,6 +58,8 @@ class Server:
 
     def start(self) -> Server:
         """Serve in a thread of its own; returns when it answers."""
+        if self._thread is not None:
+            return self
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():

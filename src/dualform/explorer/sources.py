@@ -56,7 +56,10 @@ class Scoring:
     def views(self) -> list[View]:
         """What this run can be asked for, and why not where it cannot."""
         keep = self._subject.info["keep"]
-        no_errors = "this run keeps keys only, no error signals" if keep == "keys" else ""
+        sums = any(kept["kind"] in ("deltas", "both") for kept in self._subject.info["totals"])
+        no_errors = (
+            "this run keeps keys only, no error signals" if keep == "keys" or (keep == "totals" and not sums) else ""
+        )
         no_slots = "" if keep == "slots" else "this run keeps no slots to estimate it from"
         unnamed = "" if self._subject.by else "this run has no column that names samples"
         missing = {"attention": "", "contribution": no_errors, "influence": no_slots or unnamed}
