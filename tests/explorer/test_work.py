@@ -72,7 +72,7 @@ def test_who_has_gone_is_not_answered():
         return True
 
     async def ask():
-        busy = [asyncio.ensure_future(desk.ask(lambda: go.wait(5), nobody_leaves)) for _ in range(work.WORKERS)]
+        busy = [asyncio.ensure_future(desk.ask(lambda: go.wait(60), nobody_leaves)) for _ in range(work.WORKERS)]
         await asyncio.sleep(0.05)
         assert await desk.ask(lambda: asked.append(1), gone) is None
         go.set()
@@ -89,7 +89,7 @@ def test_what_takes_too_long_is_given_up(monkeypatch):
 
     async def ask():
         with pytest.raises(BusyError, match="longer than"):
-            await desk.ask(lambda: go.wait(5), nobody_leaves)
+            await desk.ask(lambda: go.wait(60), nobody_leaves)
         go.set()
 
     asyncio.run(ask())
@@ -101,7 +101,7 @@ def test_a_job_tells_how_far_it_is_and_ends():
 
     def slow(progress):
         progress("counting", 3, 7)
-        go.wait(5)
+        go.wait(60)
         return Found(value=4)
 
     job = jobs.start("test", slow)
@@ -153,7 +153,7 @@ def test_old_jobs_are_forgotten_and_too_many_refused():
     assert jobs.get(first.id) is None
     with pytest.raises(BusyError, match="too many jobs"):
         for _ in range(work.JOBS):
-            jobs.start("test", lambda progress: (go.wait(5), Found(value=1))[1])
+            jobs.start("test", lambda progress: (go.wait(60), Found(value=1))[1])
     go.set()
     jobs.close()
 
@@ -180,7 +180,7 @@ def test_two_that_ask_for_the_same_wait_for_one():
 
     def slow():
         computed.append(1)
-        go.wait(5)
+        go.wait(60)
         return "found"
 
     threads = [threading.Thread(target=kept.get, args=("key", slow)) for _ in range(4)]
