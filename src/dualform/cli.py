@@ -582,6 +582,9 @@ def passages(
     absolute: Annotated[
         bool, typer.Option("--absolute", help="Sums of sizes, as the authors' code; needs slots.")
     ] = False,
+    mean: Annotated[
+        bool, typer.Option("--mean", help="The mean over a position's visits: they differ by one within an epoch.")
+    ] = False,
     slots: Annotated[
         bool, typer.Option("--slots", help="Single slots instead of sums over a position's visits.")
     ] = False,
@@ -600,6 +603,7 @@ def passages(
         gate=None if gate is None else gate.value,
         target=target,
         absolute=absolute,
+        mean=mean,
         slots=slots,
         width=width,
     )

@@ -77,6 +77,16 @@ def test_the_best_passages(kept):
     assert share == pytest.approx(float(shares.max()))
 
 
+def test_means(kept):
+    scores = kept.scores(kept.text.encode(PROMPT))
+    assert len(set(scores.visits.tolist())) > 1
+    found = kept.ask(PROMPT, top=3, mean=True)
+    assert found.score == "attention weight, mean over visits"
+    means = scores.scores / np.maximum(scores.visits, 1)
+    assert [one.passage.position for one in found.found] == np.argsort(-means, kind="stable")[:3].tolist()
+    assert [one.score for one in found.found] == pytest.approx(np.sort(means)[::-1][:3])
+
+
 @pytest.mark.parametrize("slots", [False, True])
 def test_only_some_positions(whole, slots):
     found = whole.ask(PROMPT, top=400, where="token = 'e' and text_position < 60", slots=slots).found

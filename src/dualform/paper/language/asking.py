@@ -118,6 +118,7 @@ class Recorded:
         gate: str | None = None,
         target: str | None = None,
         absolute: bool = False,
+        mean: bool = False,
         slots: bool = False,
         width: int = WIDTH,
         without: Collection[int] = (),
@@ -125,8 +126,8 @@ class Recorded:
         """The training passages with the highest scores.
 
         where: SQL over text_position, token and title, or over the columns of the recording. gate, target: scores are
-        contributions to the logit of a next token (default: the most probable one), through one gate. slots: single slots
-        instead of sums over the visits of a position. without: positions to leave out.
+        contributions to the logit of a next token (default: the most probable one), through one gate. mean: over the visits of a
+        position, instead of their sum. slots: single slots. without: positions to leave out.
         """
         if top < 1:
             raise QuestionError(f"top {top}: expected at least 1.")
@@ -149,8 +150,11 @@ class Recorded:
             count = len(self.text.train) if here is None else int(here.sum())
         else:
             by_position = self._by_position(answer.sums(self._beside.column, where=recorded, absolute=absolute))
+            if mean:
+                means = by_position.scores / np.maximum(by_position.visits, 1)
+                by_position = Scores(means, by_position.visits)
             found, count = self._summed(by_position, top, here, without, width)
-            what += ", sum of sizes" if absolute else ", sum over visits"
+            what += f", {'mean' if mean else 'sum'}{' of sizes' if absolute else ''} over visits"
         return Asked(prompt, what, self.text.vocabulary[int(tokens[-1])], following, count, found)
 
     # Inside
