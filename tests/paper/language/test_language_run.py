@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from dualform import texts
 from dualform.cli import app
-from dualform.paper.language import run
+from dualform.paper.language import queries, run
 
 BOOK = "THE WOLF AND THE LAMB\n\n\nThe Wolf stood high up the stream and the Lamb a little distance below.\n\n\n\n\nTHE CROW\n\n\n"
 ARTICLE = " \n = {} = \n \n who was by this time famous , particularly for his contribution to <unk> \n"
@@ -25,6 +25,8 @@ FILES = {
 def tiny(monkeypatch):
     monkeypatch.setattr(texts, "files", lambda name, folder: FILES[name])
     monkeypatch.setattr(run, "COMPARED", 1)
+    table = queries.Table(3, "a little d", "at a little [d]istance.", ("the Lamb a little [d]istance below",))
+    monkeypatch.setattr(queries, "TABLES", {"aesop": (table,)})
 
 
 def call(*arguments):
@@ -41,7 +43,14 @@ def test_pages(tiny, tmp_path):
         page = (tmp_path / name / "index.md").read_text()
         assert f"Made by `dualform paper {name} --size small --steps 3 --state-size 8`" in page
         assert f" {measure}** on the whole test text" in page
-        for title in ("What was trained", "Two ways to record", "What the slots prove", "Which positions push a logit"):
+        for title in (
+            "What was trained",
+            "Queries chosen by a rule",
+            "Negative examples",
+            "Two ways to record",
+            "What the slots prove",
+            "Which positions push a logit",
+        ):
             assert f"## {title}" in page
         assert (tmp_path / name / "figures" / "what-was-trained.png").exists()
         results = json.loads((tmp_path / name / "results.json").read_text())
@@ -49,6 +58,7 @@ def test_pages(tiny, tmp_path):
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
             "figures", "index.md", "recording", "results.json"
         ]  # fmt: skip
+    assert "## Table 3: a little d\n" in (tmp_path / "aesop" / "index.md").read_text()
     assert "THE CROW" in call("passages", tmp_path / "aesop" / "recording", "--prompt", "The", "--top", 30).stdout
     asked = call("passages", tmp_path / "wikitext-2" / "recording", "--prompt", "for his contribution", "--top", 2)
     assert "The his" in asked.stdout
