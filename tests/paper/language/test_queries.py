@@ -4,6 +4,7 @@ import pytest
 from made import made
 
 from dualform.errors import DataError
+from dualform.paper.language import queries
 from dualform.paper.language import text as texts
 from dualform.paper.language.queries import TABLES, Query, Search, chosen, papers
 
@@ -41,6 +42,16 @@ def test_what_is_not_there_is_named():
 def test_a_prompt_ends_with_the_token_that_asks():
     text = made("a b c d e", "word")
     assert text.decode(Query("test", *Search(text, "test")("b c [d]")).prompt(text).tolist()) == "b c d"
+
+
+@pytest.mark.parametrize(("shown", "tokens"), [(3, 30), (40, 40)])
+def test_a_prompt_of_the_paper_is_at_least_what_it_shows(shown, tokens, monkeypatch):
+    words = [f"w{n}" for n in range(60)]
+    text = made(" ".join(words), "word", "x y z")
+    query = " ".join(words[50 - shown + 1 : 50]) + " [w50] w51"
+    monkeypatch.setitem(queries.TABLES, "made", (queries.Table(5, "", query, ("[y] z",)),))
+    (asked,) = papers(text)
+    assert (asked.position, len(asked.prompt(text)), asked.theirs) == (50, tokens, (1,))
 
 
 def test_chosen_tokens_are_spread_and_end_words():

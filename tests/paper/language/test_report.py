@@ -60,7 +60,7 @@ def test_the_papers_queries_come_first_and_then_those_by_the_rule(folders, asked
     (theirs,) = answers[0].theirs
     assert theirs.token == answers[0].asked.token == "ate"
     titles = [section.title for section in report.sections(BOOK, answers)]
-    assert titles[1] == "Table 5: eating"
+    assert titles[2] == "Table 5: eating"
 
 
 def test_a_text_without_tables_has_queries_by_the_rule_alone(folders, asked, monkeypatch):

@@ -93,8 +93,9 @@ def shown(attention, monkeypatch):
     return {section.title: section.text for section in found}
 
 
-def test_every_query_has_its_place(shown):
+def test_every_query_has_its_place(shown, attention):
     assert list(shown) == [
+        "The paper's passages in our ranking",
         "How to read the tables",
         "Table 5: foxes",
         "Table 4: foxes",
@@ -102,6 +103,8 @@ def test_every_query_has_its_place(shown):
         "How far does a search by the letter agree?",
         "Negative examples",
     ]
+    ranks = [ranked(attention).index(place) + 1 for place in (5, 7)]
+    assert f"| {ranks[0]}, {ranks[1]} |" in shown["The paper's passages in our ranking"]
     assert "The query is of the training text" in shown["Table 4: foxes"]
     assert "The query is of the training text" not in shown["Table 5: foxes"]
     assert [line.split(" |")[0] for line in shown["Table 5: foxes"].splitlines() if line.startswith("| paper")] == [

@@ -25,7 +25,12 @@ def bm25(text: Ints, prompt: Ints, *, window: int, n: int = 1) -> Scores:
     Σ over the prompt's terms of idf·tf·(k1 + 1) / (tf + k1·(1 − b + b·length / mean length)), idf = ln(1 + (N − df + ½) / (df + ½)).
     """
     lengths = np.clip(np.minimum(np.arange(1, len(text) + 1), window) - n + 1, 0, None)
-    held_back = K1 * (1 - B + B * lengths / max(lengths.mean(), 1e-9)) if len(text) else lengths.astype(np.float64)
+    mean = max(float(lengths.mean()), 1e-9) if len(text) else 1.0
+
+    def saturated(frequency: Ints, length: Ints | int) -> Scores:
+        return frequency * (K1 + 1) / (frequency + K1 * (1 - B + B * length / mean))
+
+    whole = saturated(np.arange(window - n + 2), window - n + 1)  # nearly all documents are this long
     scores = np.zeros(len(text))
     last = [int(token) for token in prompt[-window:]]
     for term, times in Counter(zip(*(last[i:] for i in range(n)), strict=False)).items():
@@ -33,7 +38,8 @@ def bm25(text: Ints, prompt: Ints, *, window: int, n: int = 1) -> Scores:
         documents = int(np.count_nonzero(frequency))
         if documents:
             idf = math.log1p((len(text) - documents + 0.5) / (documents + 0.5))
-            scores += times * idf * frequency * (K1 + 1) / (frequency + held_back)
+            scores[:window] += times * idf * saturated(frequency[:window], lengths[:window])
+            scores[window:] += (times * idf * whole)[frequency[window:]]
     return scores
 
 
@@ -61,7 +67,7 @@ def _ends(text: Ints, term: tuple[int, ...]) -> Flags:
 
 def _in_window(flags: Flags, width: int) -> Ints:
     """How many of the last `width` flags are set, at each position."""
-    so_far: Ints = np.cumsum(flags, dtype=np.int64)
+    so_far: Ints = np.cumsum(flags, dtype=np.int32)
     inside = so_far.copy()
     inside[width:] -= so_far[: max(0, len(flags) - width)]
     return inside

@@ -1,8 +1,7 @@
 """What is asked: the paper's queries of Tables 2 to 7, found in the texts by search, and others chosen by a rule.
 
 The token that a table highlights is in brackets here. The text of the paper that we have keeps the highlights of Tables 3 and 4 only; they
-are the last token of what the query and its passages have in common, so the same was taken in Tables 2, 5 and 7. Table 6's are the
-words that its caption names.
+are the last token that the query and its passages have in common, so the same was taken in the others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dualform.errors import DataError
 from dualform.paper.language.text import RARE, Ids, Text
 
 PROMPT = {"character": 100, "word": 30}
-"""How many tokens a prompt has that a rule has chosen."""
+"""How many tokens a prompt has; more where the paper shows more."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ TABLES = {
         Table(
             6,
             "main, secondary, primary for principal",
-            "Her [principal] role was for combat in the English Channel and other European waters",
+            "[Her] principal role was for combat in the English Channel and other European waters",
             (
-                "Her sailing rig also was removed . Her [main] battery guns were replaced with new",
-                "one turret amidships between the two funnels . Her [secondary] armament consisted of fourteen 15 cm",
-                "single mounts . Her [primary] offensive weapon was her five 450 mm",
+                "Her sailing rig also was removed . [Her] main battery guns were replaced with new",
+                "one turret amidships between the two funnels . [Her] secondary armament consisted of fourteen 15 cm",
+                "single mounts . [Her] primary offensive weapon was her five 450 mm",
             ),
         ),
         Table(
@@ -125,10 +124,12 @@ def papers(text: Text) -> list[Query]:
     """The paper's queries for a text, where it has any."""
     tables = TABLES.get(text.name, ())
     search = {part: Search(text, part) for part in ("train", "test")} if tables else {}
-    return [
-        Query(one.part, *search[one.part](one.query), one, tuple(search["train"](words)[1] for words in one.top))
-        for one in tables
-    ]
+    found = []
+    for one in tables:
+        first, position = search[one.part](one.query)
+        theirs = tuple(search["train"](words)[1] for words in one.top)
+        found.append(Query(one.part, min(first, _begin(text, position)), position, one, theirs))
+    return found
 
 
 def chosen(text: Text, count: int) -> list[Query]:
@@ -142,7 +143,7 @@ def chosen(text: Text, count: int) -> list[Query]:
         while position < len(ids) and not _ends_word(text, ids, position):
             position += 1
         if position < len(ids) and (not found or position > found[-1].position):
-            found.append(Query("test", max(0, position + 1 - PROMPT[text.unit]), position))
+            found.append(Query("test", _begin(text, position), position))
     return found
 
 
@@ -166,6 +167,11 @@ class Search:
             raise DataError(self._where.format(words))
         first, marked = np.searchsorted(self._ends, [match.start(), match.start("token")], side="right")
         return int(first), int(marked)
+
+
+def _begin(text: Text, position: int) -> int:
+    """Where the prompt begins whose last token is at a position."""
+    return max(0, position + 1 - PROMPT[text.unit])
 
 
 def _loosely(words: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from dualform.paper.language.asking import Recorded
 from dualform.paper.language.marking import escaped, marked
-from dualform.paper.language.queries import chosen, papers
+from dualform.paper.language.queries import PROMPT, chosen, papers
 from dualform.paper.language.recording import Progress
 from dualform.paper.language.showing import visible
 from dualform.paper.language.tables import BEST, KS, N_GRAM, OUTSIDE, TOP, WINDOW, Answer, Place, answered
@@ -36,7 +36,9 @@ def sections(text: Text, answers: Sequence[Answer]) -> list[Section]:
     if not answers:
         return []
     ruled = [one for one in answers if one.asked.table is None]
+    tables = [one for one in answers if one.theirs]
     found = [
+        *([Section("The paper's passages in our ranking", _in_short(text, tables))] if tables else []),
         Section("How to read the tables", _guide(text.unit)),
         *(
             Section(f"Table {one.asked.table}: {one.asked.shared}", _answer(text, one), asdict(one))
@@ -52,6 +54,23 @@ def sections(text: Text, answers: Sequence[Answer]) -> list[Section]:
     return found
 
 
+def _in_short(text: Text, answers: Sequence[Answer]) -> str:
+    rows = []
+    for one in answers:
+        words = f"… {escaped(one.asked.before[-24:])}<b>{escaped(visible(one.asked.token))}</b>"
+        ours, lexical = (", ".join(f"{getattr(p, key):,}" for p in one.theirs) for key in ("rank", "lexical_rank"))
+        rows.append((f"Table {one.asked.table}", words, ours, lexical))
+    ranks = sorted(place.rank for one in answers for place in one.theirs)
+    among = sum(rank <= TOP for rank in ranks)
+    return (
+        f"The passages that the paper shows are in our training text. These are the ranks that the same positions have among our "
+        f"{len(text.train):,}, by attention and by BM25:\n\n"
+        + table(("", "query", "ranks by attention", "ranks by BM25"), rows, 2)
+        + f"\n\n{among} of the {len(ranks)} are among the {TOP} best of our model, {sum(rank <= 100 for rank in ranks)} among the 100 best; the median rank "
+        f"is {ranks[len(ranks) // 2]:,}."
+    )
+
+
 def _guide(unit: str) -> str:
     terms = "words" if N_GRAM[unit] == 1 else f"stretches of {N_GRAM[unit]} characters"
     return (
@@ -61,9 +80,9 @@ def _guide(unit: str) -> str:
         f"positions, by attention; beside it the rank by BM25 (Lucene's form) of the {WINDOW[unit]} {unit}s up to the position with those up to "
         f"the query, whose terms are {terms}; *in common* is how many {unit}s up to the position are the prompt's last ones. The paper's passages "
         f"are looked up in our training text, and stand here with their rank in our model. The *negative* one is the best match by BM25 that is not "
-        f"near any of the {OUTSIDE:,} most attended positions.\n\nThe text of the paper that we have shows the highlighted tokens of Tables 3 and 4 "
-        f"only. There it is the last one that the query and its passages have in common, and so it was taken in Tables 2, 5 and 7; in Table 6 it is the "
-        f"words that the caption names."
+        f"near any of the {OUTSIDE:,} most attended positions. A prompt has {PROMPT[unit]} {unit}s, or what the paper shows if that is more.\n\nThe text of "
+        f"the paper that we have shows the highlighted tokens of Tables 3 and 4 only. There it is the last one that the query and its passages have "
+        f"in common, and so it was taken in the others."
     )
 
 
