@@ -75,34 +75,49 @@ def measure(folder: Path, repeats: int) -> dict[str, object]:
     test = test[:QUERIES]
     dual = dualform.open(folder, mnist.network())
 
-    def attention() -> None:
+    def attention_scan() -> None:
+        for layer in dual.attend(test).values():
+            for _ in layer.weights():
+                pass
+
+    def attention_best() -> None:
         for layer in dual.attend(test).values():
             layer.best(BEST)
 
-    def influence() -> None:
+    def influence_scan() -> None:
+        for _ in dual.influence(test, segments=SEGMENTS).scores():
+            pass
+
+    def influence_best() -> None:
         dual.influence(test, segments=SEGMENTS).best(BEST)
 
-    factors = timed(lambda: dual.influence(test[:1], segments=SEGMENTS))
-    attention()  # files are mapped and checked
-    influence()
-    found: dict[str, list[tuple[float, float]]] = {"attention": [], "influence": [], "queries": []}
+    first = timed(lambda: dual.influence(test[:1], segments=SEGMENTS))
+    works: dict[str, Callable[[], object]] = {
+        "attention: all weights": attention_scan,
+        "attention: best": attention_best,
+        "influence: all scores": influence_scan,
+        "influence: best": influence_best,
+        "influence: queries, without a scan": lambda: dual.influence(test, segments=SEGMENTS),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+    for work in works.values():  # files are mapped and checked
+        work()
     for _ in range(repeats):  # side by side: the machine is not always equally fast
-        found["attention"].append(timed(attention))
-        found["influence"].append(timed(influence))
-        found["queries"].append(timed(lambda: dual.influence(test, segments=SEGMENTS)))
+        for name, work in works.items():
+            found[name].append(timed(work))
     with Memory() as memory:
-        influence()
-    ratios = [one[1] / other[1] for one, other in zip(found["influence"], found["attention"], strict=True)]
+        influence_best()
+    cores = {name: statistics.median(one for _, one in times) for name, times in found.items()}
     return {
         "version": __version__,
         "queries": QUERIES,
         "segments": SEGMENTS,
         "threads": torch.get_num_threads(),
-        "factors_and_first_touch_seconds": factors,
-        "seconds_of_clock_and_cores": found,
-        "influence_by_attention_cores": ratios,
-        "influence_by_attention_cores_median": statistics.median(ratios),
-        "memory_mb": memory.grown / 1e6,
+        "first question, which builds the curvature: seconds of the clock, of all cores": first,
+        "seconds of the clock, of all cores": found,
+        "median seconds of all cores": cores,
+        "best by influence / all attention weights": cores["influence: best"] / cores["attention: all weights"],
+        "memory beyond mapped files, MB": memory.grown / 1e6,
     }
 
 

@@ -90,7 +90,7 @@ def inputs(name):
     return NETWORKS[name][1](torch.Generator().manual_seed(5))
 
 
-def train(name, path, *, adam=False, steps=4):
+def train(name, path, *, adam=False, steps=4, **settings):
     """Train and record a network in float64."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def train(name, path, *, adam=False, steps=4):
     optimizer = make(model.parameters(), lr=0.05)
     run = Run(Path(path), model, checkpoints=[checkpoint(model)])
     order = torch.Generator().manual_seed(1)
-    with dualform.record(model, optimizer, path, dtype="float64", chunk_bytes=3000) as recorder:
+    with dualform.record(model, optimizer, path, dtype="float64", chunk_bytes=3000, **settings) as recorder:
         for _ in range(steps):
             ids = torch.randint(0, SAMPLES, (ROWS,), generator=order)
             recorder.batch(sample_id=ids, label=LABELS[ids])

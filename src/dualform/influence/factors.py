@@ -1,4 +1,4 @@
-"""The factors of a run: curvature of every linear map in every segment, built from slots and kept beside them.
+"""The factors of a run: curvature of every linear map in every segment, from slots or as recorded, kept beside the slots.
 
 What is kept is a convenience, not part of the store: it is named by what it was built from, and built again when that changes.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.influence.curvature import DAMPING, Curvature, Factors, Sums, damped
 from dualform.influence.pairings import pairings
 from dualform.influence.pieces import Piece, one_slot_a_row, pieces, windows
+from dualform.influence.recorded import recorded_factors
 from dualform.influence.segments import Segment
 from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
@@ -81,23 +82,30 @@ def _factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
 
 
 def built_factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
-    """From slots, spread evenly over the segment."""
-    dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
+    """As it was counted while recording, or from slots that are spread evenly over the segment."""
     calls = [
         (chunk, block)
         for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
         for block in np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)).tolist()
     ]
+    slots = sum(int(chunk.counts[block]) for chunk, block in calls)
+    rows = sum(int(chunk.blocks[block, 4]) for chunk, block in calls if chunk.blocks[block, 2] == 0)
+    positions = slots / max(1, rows)
+    maps = recorded_factors(store, layer, segment, positions)
+    if maps is None:
+        maps = [one.factors(positions) for one in _summed(store, layer, calls)]
+    simple = layer.form == "vectors" and len(maps) == 1 and one_slot_a_row(store, layer, segment)
+    return Curvature(maps, _norms(store, layer, segment, maps[0]) if simple else None)
+
+
+def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]]) -> list[Sums]:
+    dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
     sums = [Sums(pairing) for pairing in pairings(layer)]
     for piece in _spread(calls):
         keys, errors, batch = piece.keys(dtype), piece.errors(dtype), piece.batch(dtype)
         for one in sums:
             one.add(keys, errors, batch, piece.positions)
-    slots = sum(int(chunk.counts[block]) for chunk, block in calls)
-    rows = sum(int(chunk.blocks[block, 4]) for chunk, block in calls if chunk.blocks[block, 2] == 0)
-    maps = [one.factors(slots / max(1, rows)) for one in sums]
-    simple = layer.form == "vectors" and len(maps) == 1 and one_slot_a_row(store, layer, segment)
-    return Curvature(maps, _norms(store, layer, segment, maps[0]) if simple else None)
+    return sums
 
 
 def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Tensor:

@@ -85,5 +85,5 @@ def _epochs(store: Store, end: int, most: int, sample: str | None) -> list[tuple
     count = most if sample is None else max(1, round(rows.height / max(1, rows[sample].n_unique())))
     count = min(count, end)
     edges = np.linspace(0, end, count + 1).round().astype(int).tolist()
-    taken = np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))
-    return [(edges[n], edges[n + 1]) for n in taken.tolist()]
+    taken = np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist() if most > 1 else [count // 2]
+    return [(edges[n], edges[n + 1]) for n in taken]

@@ -16,6 +16,7 @@ from dualform.errors import RecordingError
 from dualform.record import optimizers, resuming
 from dualform.record.books import Books
 from dualform.record.choose import choose, described
+from dualform.record.curvature import OnlineCurvature
 from dualform.record.ledger import Ledger, StoreAs
 from dualform.record.recorder import Recorder, snapshot_of
 from dualform.record.totals import OnlineTotals, Wanted, groupings
@@ -41,6 +42,7 @@ def record(
     keep: str = "slots",
     totals: Wanted | str | None = None,
     totals_bytes: int = 1 << 30,
+    curvature: bool = False,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
     overwrite: bool = False,
@@ -60,6 +62,7 @@ def record(
     does not grow with the number of steps).
     totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps
     sums of keys only, {"label": "deltas"} parts of the weights only. totals_bytes: how much memory they may take.
+    curvature: count it while recording, in one step of eight, so that the first question for influence need not.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
     on_write_error: "raise", or "stop" recording with a warning and let the training go on (a full disk).
@@ -78,6 +81,10 @@ def record(
             raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
+    if curvature and keep != "slots":
+        raise RecordingError(
+            f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
+        )
     refuse_wrapped(model)
     several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
@@ -139,7 +146,8 @@ def record(
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = ledger.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
-    return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes)
+    counted = OnlineCurvature() if curvature else None
+    return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes, counted)
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from dualform.record.books import Books
 from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, described
 from dualform.record.columns import read_batch
+from dualform.record.curvature import OnlineCurvature
 from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger
 from dualform.record.totals import OnlineTotals
@@ -66,11 +67,12 @@ class Recorder:
         waiting: list[Chosen],
         on_write_error: str,
         chunk_bytes: int,
+        curvature: OnlineCurvature | None = None,
     ):
         self.path = writer.folder
         self._model, self._optimizers, self._chunk_bytes = model, optimizer, chunk_bytes
         self._writer, self._ledger, self._books = writer, ledger, books
-        self._on_write_error = on_write_error
+        self._on_write_error, self._curvature = on_write_error, curvature
         self._totals, self._stretch, self._stretch_bytes = totals, list[records.Step](), 0
         self._columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
         self._batches = 0
@@ -287,6 +289,8 @@ class Recorder:
         if self._open is not None:
             step, self._open = self._open, None
             self._since_snapshot += step.nbytes
+            if self._curvature is not None:
+                self._curvature.add(step, [layer.layer for layer in self._ledger.layers])
             self._hand_over(step)
         enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
         if snapshot or self._since_snapshot >= enough:
@@ -318,6 +322,8 @@ class Recorder:
     def _seal(self) -> None:
         """A snapshot, and the totals, of now."""
         weights = snapshot_of(self._model, self._books)
+        if self._curvature is not None:
+            weights |= self._curvature.taken()
         self._snapshot_bytes = sum(t.nbytes for t in weights.values())
         if self._totals is not None and self._columns is not None:
             self._fold()

@@ -113,4 +113,6 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
 
 def _ours(name: str) -> bool:
     """Whether a file or folder is part of a store."""
-    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(("chunk-", "snapshot-", "totals-", MANIFEST))
+    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(
+        ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST)
+    )

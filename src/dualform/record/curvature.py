@@ -1,0 +1,59 @@
+"""Curvature while recording: sums of key ⊗ key and error ⊗ error since the last snapshot, from some of the steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dualform.influence.curvature import Sums
+from dualform.influence.pairings import pairings
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.streams import Layer
+from dualform.store.encoding import decode
+from dualform.store.records import Block, Step
+
+EVERY = 8
+"""One step in so many counts: for each, it costs about as much as the step itself."""
+
+
+class OnlineCurvature:
+    """What snapshots hold of the steps since the one before."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[Sums]] = {}
+
+    def add(self, step: Step, layers: list[Layer]) -> None:
+        """Count a step, if it is its turn. layers: by their number."""
+        if step.number % EVERY:
+            return
+        for block in step.blocks:
+            if block.errors is None or not block.rows * block.positions:
+                continue
+            layer = layers[block.layer]
+            sums = self._sums.setdefault(block.layer, [Sums(pairing) for pairing in pairings(layer)])
+            dtype = torch.float64 if block.errors.data.dtype == torch.float64 else torch.float32
+            keys, errors = _keys(block, layer, dtype), decode(block.errors.data, block.errors.exponents, dtype)
+            batch = torch.full((block.rows,), float(block.rows), dtype=dtype)
+            for one in sums:
+                one.add(keys, errors, batch, block.positions)
+
+    def taken(self) -> dict[str, Tensor]:
+        """Means and counts for a snapshot, by names that begin with `curvature.`; from now on, another stretch is counted."""
+        found = {}
+        for layer, sums in self._sums.items():
+            for number, one in enumerate(sums):
+                means = one.factors(1.0)
+                found[f"curvature.{layer}.{number}.keys"] = means.keys.float()
+                found[f"curvature.{layer}.{number}.errors"] = means.errors.float()
+            found[f"curvature.{layer}.slots"] = torch.tensor([sums[0].slots], dtype=torch.int64)
+        self._sums = {}
+        return found
+
+
+def _keys(block: Block, layer: Layer, dtype: torch.dtype) -> Keys:
+    if layer.form == "numbers":
+        return Numbers(block.keys.data, layer.d_in, dtype)
+    decoded = decode(block.keys.data, block.keys.exponents, dtype)
+    if layer.geometry is None:
+        return Vectors(decoded)
+    return Maps(decoded.reshape(-1, layer.geometry.channels, *block.shape[1:]), layer.geometry)
