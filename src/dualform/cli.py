@@ -646,6 +646,9 @@ def paper(
     size: Annotated[Size, typer.Option(help="language: the paper's models, or small ones.")] = Size.paper,
     state_size: Annotated[int | None, typer.Option(min=1, help="language: width of the LSTM.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="language: train no longer than this.")] = None,
+    predicted: Annotated[
+        float, typer.Option(help="language: the share of tokens, drawn in each step, whose next token is predicted.")
+    ] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Run the paper's experiments at full size and write a page with figures for each, beside the paper's numbers.
@@ -656,11 +659,12 @@ def paper(
     from dualform.paper.settings import Order
 
     if experiment in LANGUAGE:
-        _language(LANGUAGE[experiment], out, data, size.value, steps, state_size, first, minutes, as_json)
+        _language(LANGUAGE[experiment], out, data, size.value, steps, state_size, first, minutes, predicted, as_json)
         return
-    if size is not Size.paper or state_size is not None or minutes is not None:
+    if size is not Size.paper or state_size is not None or minutes is not None or predicted != 1:
         raise typer.BadParameter(
-            "--size, --state-size and --minutes are for aesop, wikitext-2 and language.", param_hint="--size"
+            "--size, --state-size, --minutes and --predicted are for aesop, wikitext-2 and language.",
+            param_hint="--size",
         )
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
     pages = {}
@@ -724,6 +728,7 @@ def _language(
     state: int | None,
     seed: int,
     minutes: float | None,
+    predicted: float,
     as_json: bool,
 ) -> None:
     """The paper's language experiments: the recordings stay, for `dualform passages`."""
@@ -732,10 +737,11 @@ def _language(
     from dualform.paper.language.text import load
 
     given = {"--size": size, "--steps": steps, "--state-size": state, "--seed": seed or None, "--minutes": minutes}
+    given |= {"--predicted": predicted if predicted != 1 else None}
     said = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
     pages = {}
     for name in names:
-        settings = settings_for(name, size, steps=steps, state=state, seed=seed)
+        settings = settings_for(name, size, steps=steps, state=state, seed=seed, predicted=predicted)
         text, folder = load(name, data), out / name
         nbytes = 4 * settings.shape(len(text.vocabulary)).key * len(text.train)
         limit = "" if minutes is None else f" or {minutes:g} minutes"

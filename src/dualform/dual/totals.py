@@ -53,10 +53,11 @@ class View:
         found = torch.zeros(len(queries), self.groups.height, dtype=torch.float64)
         if name not in self._file:
             return found
-        wide = layer.d_in * self.groups.height <= SMALL
+        kind = torch.float64 if layer.d_in * self.groups.height <= SMALL else queries.dtype
+        asking = queries.to(kind).T.contiguous()
         for low, sums in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
-            kind = torch.float64 if wide else sums.dtype
-            found[:, low : low + len(sums)] = queries.to(kind) @ part(sums, columns).to(kind).T
+            dots = part(sums, columns).to(kind) @ asking
+            found[:, low : low + len(dots)] = dots.T
         return found
 
     def has_negative_keys(self, layer: Layer) -> bool:

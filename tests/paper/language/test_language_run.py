@@ -65,7 +65,7 @@ def test_pages(tiny, tmp_path):
     assert "⟦" in asked.stdout
 
 
-@pytest.mark.parametrize("option", [["--size", "small"], ["--state-size", 3], ["--minutes", 1]])
+@pytest.mark.parametrize("option", [["--size", "small"], ["--state-size", 3], ["--minutes", 1], ["--predicted", 0.5]])
 def test_options_of_the_language_experiments(option):
     found = call("paper", "joint", *option)
     assert found.exit_code == 2

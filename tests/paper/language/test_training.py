@@ -89,5 +89,8 @@ def test_presets():
     assert settings_for("wikitext-2", "small", steps=7, state=9, seed=3).to_dict()["state"] == 9
     with pytest.raises(QuestionError, match="there is no preset faust paper; expected one of aesop paper"):
         settings_for("faust")
+    for share in (0.0, 1.5):
+        with pytest.raises(QuestionError, match=f"predicted {share:g}: expected a share of the tokens"):
+            settings_for("aesop", predicted=share)
     with pytest.raises(QuestionError, match="steps 0: expected at least 1"):
         settings_for("aesop", steps=0)

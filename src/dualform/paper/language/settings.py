@@ -60,13 +60,21 @@ SIZES = ("paper", "small")
 
 
 def settings_for(
-    text: str, size: str = "paper", *, steps: int | None = None, state: int | None = None, seed: int = 0
+    text: str,
+    size: str = "paper",
+    *,
+    steps: int | None = None,
+    state: int | None = None,
+    seed: int = 0,
+    predicted: float = 1.0,
 ) -> Settings:
     """The settings of an experiment. state: width of the LSTM, if not the preset's."""
+    if not 0 < predicted <= 1:
+        raise QuestionError(f"predicted {predicted:g}: expected a share of the tokens, above 0 and up to 1.")
     if (text, size) not in PRESETS:
         known = ", ".join(" ".join(names) for names in PRESETS)
         raise QuestionError(f"there is no preset {text} {size}; expected one of {known}.")
-    found = replace(PRESETS[text, size], seed=seed)
+    found = replace(PRESETS[text, size], seed=seed, predicted=predicted)
     for what, value in (("steps", steps), ("state", state)):
         if value is not None and value < 1:
             raise QuestionError(f"{what} {value}: expected at least 1.")
