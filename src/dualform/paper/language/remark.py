@@ -87,9 +87,7 @@ def ask(
 ) -> Found:
     """Everything that the page says, of a recording."""
     two = TwoLevels(dualform.open(recording, built(text, settings)), text, settings.window)
-    asked = {text.decode(one.prompt(text).tolist()): one for one in papers(text)} or {
-        text.decode(one.prompt(text).tolist()): one for one in chosen(text, 1)
-    }
+    asked = {text.decode(two.read(one)[0].tolist()): one for one in papers(text) or chosen(text, 1)}
     levels, blocks = list[Levels](), range(settings.blocks)
     for block in blocks:
         progress("asking", block, settings.blocks)
