@@ -26,9 +26,9 @@ def matrix(rows, columns):
 
 def seen(queries, vectors, numbers=None):
     vectors = torch.as_tensor(vectors)
-    known = sketch(len(vectors), vectors.dtype, lambda some: vectors[some], [(0, vectors)])
+    known = sketch(len(vectors), vectors.dtype, lambda some, out: vectors[some], [(0, vectors)])
     numbers = torch.arange(len(vectors)) if numbers is None else numbers
-    return Seen(torch.as_tensor(queries), known, numbers, lambda some: vectors[some])
+    return Seen(torch.as_tensor(queries), known, numbers, lambda some, out: vectors[some])
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def always(monkeypatch):
 def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, way):
     codes = torch.arange(len(keys)) * 7 % 5 % groups
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"QUERIES": block, "TILE": 3, "READ": 2, "LOOK": look, "TIMES": 1, "DENSE": 2.0}.items():
+        for name, value in {"QUERIES": block, "TILE": 3, "ENOUGH": 2, "LOOK": look, "TIMES": 1, "DENSE": 2.0}.items():
             patch.setattr(pruned, name, value)
         numbers = torch.arange(len(keys)) * 2  # numbers are not places
         wanted = Wanted(k, way, numbers, codes if groups > 1 else None, groups)

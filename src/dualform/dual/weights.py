@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
 from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts, whole
 from dualform.dual.replay import Backward, forward
+from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -86,21 +89,27 @@ def _add_slots(
     dtype, updates = torch.float64 if store.is_vector(parameter) else compute_dtype(store, parameter), found.updates
     flat = total.reshape(len(total), -1) if total.dim() > 1 else total
     for layer in store.users(parameter):
+        uses = [use for use in layer.uses if use.parameter == parameter]
+        only_errors, rooms = all(use.role == "bias" for use in uses), (Room(dtype), Room(dtype))
         for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
                 continue
-            for low, high in chunk.pieces(layer.d_in + layer.d_out):
+            for low, high in chunk.pieces((8 if only_errors else 1) * (layer.d_in + layer.d_out)):
                 scale = scaled(chunk, found, low, high, dtype)
-                if kept is not None:
-                    scale *= torch.from_numpy(kept[low:high]).unsqueeze(1)
-                keys = weighted_parts(chunk.keys(dtype, low, high), layer, scale[:, 0])
-                errors = chunk.errors(dtype, low, high) * scale
-                for use in layer.uses:
-                    if use.parameter == parameter:
-                        own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
-                        found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
-                        own += found_here.reshape(own.shape).double()
+                if layer.form == "vectors":  # of these, only what takes part is read
+                    places = np.arange(low, high) if kept is None else np.flatnonzero(kept[low:high]) + low
+                    errors = chunk.some_errors(places, rooms[0]).mul_(scale[torch.from_numpy(places - low)])
+                    keys: Keys = Vectors(errors if only_errors else chunk.some_keys(places, rooms[1]))
+                else:
+                    if kept is not None:
+                        scale *= torch.from_numpy(kept[low:high]).unsqueeze(1)
+                    keys = weighted_parts(chunk.keys(dtype, low, high), layer, scale[:, 0])
+                    errors = chunk.errors(dtype, low, high) * scale
+                for use in uses:
+                    own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
+                    found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
+                    own += found_here.reshape(own.shape).double()
 
 
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from dualform.store.slots import SlotChunk
 
 TILE_BYTES = 64 << 20
 """How large a tile of scores (queries × slots) may be."""
+WIDE = 1 << 21
+"""So many scores are ranked at a time."""
 SMALL = 1 << 14
 """Of fewer slots, all scores are computed."""
 FEW_GROUPS = 64
@@ -80,12 +83,14 @@ class Answer(ABC):
     def __init__(self, store: Store, layer: Layer, end: int, shape: dict[str, int], dtype: torch.dtype):
         """shape: how many queries there are along each part of their address, e.g. query and position."""
         self._store, self.layer, self._end = store, layer, end
-        self._shape = tuple(shape.values())
-        places = np.indices(self._shape).reshape(len(shape), -1)
-        self._address = pl.DataFrame(
-            {name: places[i] for i, name in enumerate(shape)}, schema=dict.fromkeys(shape, pl.Int64)
-        )
+        self._names, self._shape = tuple(shape), tuple(shape.values())
         self._dtype = dtype
+
+    @cached_property
+    def _address(self) -> pl.DataFrame:
+        """One line for each query."""
+        places = np.indices(self._shape).reshape(len(self._names), -1)
+        return pl.DataFrame(dict(zip(self._names, places, strict=True)), schema=dict.fromkeys(self._names, pl.Int64))
 
     @abstractmethod
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
@@ -130,7 +135,7 @@ class Answer(ABC):
         pieces = []
         for queries in self._query_blocks(k):
             best = Best(queries.stop - queries.start, k, self._dtype)
-            for numbers, scores, _, _ in self._stream(queries, where):
+            for numbers, scores, _ in self._wide(queries, where):
                 best.add(ranked_by(scores, way), numbers, scores)
             pieces.append(Ranked(best.numbers, best.values))
         return Ranked.join(pieces, self._dtype)
@@ -186,8 +191,8 @@ class Answer(ABC):
         self, queries: slice, k: int, way: Way, where: pl.Expr | str | None, groups: Groups
     ) -> list[Best]:
         bests = [Best(queries.stop - queries.start, k, self._dtype) for _ in range(len(groups))]
-        for numbers, scores, chunk, places in self._stream(queries, where):
-            ranked, codes = ranked_by(scores, way), groups(chunk)[places]
+        for numbers, scores, codes in self._wide(queries, where, groups):
+            ranked = ranked_by(scores, way)
             for code in np.unique(codes):
                 here = torch.from_numpy(np.flatnonzero(codes == code))
                 bests[code].add(ranked[:, here], numbers[here], scores[:, here])
@@ -207,12 +212,10 @@ class Answer(ABC):
         sums = self.sums(by, where=where, absolute=absolute)
         order = sums.values.with_row_index(" place").sort(sums.values.columns)[" place"].to_numpy()
         count = self._address.height
+        totals = sums.totals[:, torch.from_numpy(order.astype(np.int64))]
         address = self._address[np.repeat(np.arange(count), len(order))]
         values = sums.values[np.tile(order, count)]
-        totals = sums.totals[:, torch.from_numpy(order.astype(np.int64))]
-        return pl.concat([address, values], how="horizontal").with_columns(
-            pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)
-        )
+        return address.with_columns(*values, pl.Series("total", totals.reshape(-1).numpy(), pl.Float64))
 
     def _scores(self, where: pl.Expr | str | None) -> Iterator[Scores]:
         """Everything, chunk by chunk, all queries at once."""
@@ -255,6 +258,21 @@ class Answer(ABC):
     def _mask(self, where: pl.Expr | str | None) -> Callable[[Any], Bools] | None:
         """Which slots of a chunk take part; None: all."""
         return None if where is None else Mask(self._store, where, self._end)
+
+    def _wide(
+        self, queries: slice, where: pl.Expr | str | None, groups: Groups | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, np.ndarray[Any, np.dtype[np.int64]]]]:
+        """The same in wider tiles, to be ranked in fewer calls: numbers (m,), scores (queries, m), groups (m,)."""
+        held: list[tuple[Tensor, Tensor, Any]] = []
+        width = 0
+        for numbers, scores, chunk, places in self._stream(queries, where):
+            held.append((numbers, scores, places if groups is None else groups(chunk)[places]))
+            width += scores.numel()
+            if width >= WIDE:
+                yield _joined(held)
+                held, width = [], 0
+        if held:
+            yield _joined(held)
 
     def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
         """As total(by), but bare numbers, with visits: for millions of groups. Kept totals answer it, or a scan."""
@@ -332,6 +350,11 @@ class Answer(ABC):
             pl.Series(self.value, ranked.scores.reshape(-1).numpy()),
             pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
         )
+
+
+def _joined(tiles: list[tuple[Tensor, Tensor, Any]]) -> tuple[Tensor, Tensor, Any]:
+    numbers, scores, codes = zip(*tiles, strict=True)
+    return torch.cat(numbers), torch.cat(scores, 1), np.concatenate(codes)
 
 
 def check(k: object, absolute: bool, lowest: bool) -> Way:

@@ -11,10 +11,13 @@ from dualform.layers.streams import Layer
 from dualform.query.ranking import Way, ranked_by
 from dualform.query.remembered import remembered
 from dualform.query.sketch import Sketch, lengths, sketch
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 
-Gather = Callable[[Tensor], Tensor]
-"""Numbers (n,) → vectors (n, d)."""
+Gather = Callable[[Tensor, Tensor | None], Tensor]
+"""Numbers (n,) → vectors (n, d), in memory that is given or in their own."""
+READ = 1024
+"""So many vectors are read at a time: they stay in the cache."""
 
 
 def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor) -> Seen:
@@ -22,8 +25,8 @@ def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor
     place, _ = store.layer(layer.name)
     dtype = queries.dtype
 
-    def gather(some: Tensor) -> Tensor:
-        return store.gather(place, what, some.numpy(), dtype)
+    def gather(some: Tensor, out: Tensor | None = None) -> Tensor:
+        return store.gather(place, what, some.numpy(), dtype, out)
 
     def make() -> Sketch:
         count = store.key_count(layer.name) if what == "key" else store.slots(layer.name)
@@ -33,30 +36,24 @@ def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor
 
 
 class Seen:
-    """Queries (n, d) beside some of the vectors of a sketch: those with these numbers."""
+    """Queries (n, d) beside some of the vectors of a sketch: those with these numbers, ascending or with repetitions."""
 
     def __init__(self, queries: Tensor, known: Sketch, numbers: Tensor, gather: Gather):
         self.queries, self._numbers, self._gather = queries, numbers, gather
         self.near, everything = known.of(queries), len(numbers) == len(known.table)
         self.table = known.table if everything else known.table[numbers]
         self.lengths = known.lengths if everything else known.lengths[numbers]
+        self._room = Room(queries.dtype)
 
     def products(self, queries: slice, places: Tensor) -> Tensor:
-        """In full, (queries, slots)."""
-        return self.queries[queries] @ self._gather(self._numbers[places]).T
-
-
-class Room:
-    """Memory that is used again and again: fresh pages cost more than what is written to them."""
-
-    def __init__(self, dtype: torch.dtype):
-        self._memory = torch.empty(0, dtype=dtype)
-
-    def __call__(self, n: int, m: int) -> Tensor:
-        """A matrix with any content."""
-        if self._memory.numel() < n * m:
-            self._memory = self._memory.new_empty(n * m)
-        return self._memory[: n * m].view(n, m)
+        """In full, (queries, slots). A vector that several slots share is read once."""
+        numbers, back = torch.unique(self._numbers[places], return_inverse=True)
+        some = self.queries[queries]
+        found = some.new_empty(len(some), len(numbers))
+        for low in range(0, len(numbers), READ):
+            here = numbers[low : low + READ]
+            found[:, low : low + READ] = some @ self._gather(here, self._room(len(here), some.shape[1])).T
+        return found if len(numbers) == len(places) else found[:, back]
 
 
 class Products:

@@ -30,6 +30,7 @@ from dualform.query.attention import part_columns
 from dualform.query.bounds import Contributions, seen
 from dualform.query.pruned import Bounds
 from dualform.query.ranking import Way
+from dualform.query.remembered import remembered
 from dualform.query.visits import keys_of
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -248,7 +249,11 @@ class LayerContributions(Answer):
 
     @cached_property
     def _coefficients(self) -> dict[str, Coefficients]:
-        return {name: walked(some) for name, some in self._updates.items() if not is_elementwise(some)}
+        return {
+            name: remembered(self._store, ("coefficients", name, self._end), lambda some=some: walked(some))  # type: ignore[misc]
+            for name, some in self._updates.items()
+            if not is_elementwise(some)
+        }
 
     def _query_blocks(self, width: int) -> Iterator[slice]:
         if self._store.manifest.keep == "slots":

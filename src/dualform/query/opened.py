@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -176,7 +177,7 @@ class Dual:
         if self._model is None:
             return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
         layers = [layer for layer in self._recorded() if layer.attends]
-        captured = run(self.primal(), layers, inputs, rows, self.store.manifest.batch_axis)
+        captured = run(self._ready, layers, inputs, rows, self.store.manifest.batch_axis)
         answers = {name: self._attention(name, c.queries) for name, c in captured.layers.items()}
         return ByLayer(self.store, answers)
 
@@ -198,7 +199,7 @@ class Dual:
             raise QuestionError("contributions() needs the model: dualform.open(path, model).")
         self._needs_slots("contributions")
         self._warn()
-        captured = run(self.primal(), self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
+        captured = run(self._ready, self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
         return ByLayer(
             self.store,
             {name: self._contribution(name, c, captured.target, progress) for name, c in captured.layers.items()},
@@ -382,6 +383,11 @@ class Dual:
         return self._with(self._weights_at(self.end_step)).eval()
 
     # Inside
+
+    @cached_property
+    def _ready(self) -> nn.Module:
+        """The model for queries; nobody else sees it."""
+        return self.primal()
 
     def _marks(self) -> dict[str, Mark]:
         marks = self.store.manifest.inexact

@@ -17,10 +17,10 @@ from dualform.query.ranking import Best, Way, ranked_by
 
 QUERIES = 256
 """At most so many go together."""
-TILE = 1 << 19
-"""So many bounds are computed at a time: they stay in the cache."""
-READ = 4096
-"""So many keys are read at a time."""
+TILE, WIDE = 1 << 19, 1 << 15
+"""So many bounds are computed at a time, of so many slots: they stay in the cache."""
+ENOUGH = 4096
+"""When so many slots have passed, they are looked at."""
 LOOK, TIMES = 1 << 14, 32
 """A first look at so many slots, the longest, or at this many for each one wanted, shows which scores are needed."""
 DENSE = 0.25
@@ -79,7 +79,7 @@ def _of_some(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dt
     shortest = (least.amin(1) / bounds.sizes[queries]).amin()
     long = torch.nonzero(~(bounds.lengths < shortest))[:, 0]
     bests, passed = [Best(count, wanted.k, dtype) for _ in range(wanted.groups)], [torch.zeros(0, dtype=torch.int64)]
-    size, read, waiting = max(1, TILE // count), 0, 0
+    size, read, waiting = max(1, min(WIDE, TILE // count)), 0, 0
     for low in range(0, len(long), size):
         places = long[low : low + size]
         beyond = bounds.bound(queries, places).sub_(least if wanted.codes is None else least[:, wanted.codes[places]])
@@ -87,7 +87,7 @@ def _of_some(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dt
         waiting += len(passed[-1])
         if read + waiting > DENSE * total:
             return None
-        if waiting >= READ:
+        if waiting >= ENOUGH:
             _look(bounds, queries, torch.cat(passed), wanted, bests, least)
             passed, read, waiting = [], read + waiting, 0
     _look(bounds, queries, torch.cat([*passed, long[:0]]), wanted, bests, least)

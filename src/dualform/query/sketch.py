@@ -44,10 +44,10 @@ class Sketch:
 
 
 def sketch(
-    count: int, dtype: torch.dtype, some: Callable[[Tensor], Tensor], pieces: Iterable[tuple[int, Tensor]]
+    count: int, dtype: torch.dtype, some: Callable[[Tensor, None], Tensor], pieces: Iterable[tuple[int, Tensor]]
 ) -> Sketch:
     """some: numbers (k,) → these vectors (k, d). pieces: the number of the first and vectors (k, d), until all were seen."""
-    sample = some(torch.arange(0, count, max(1, count // SAMPLE)))
+    sample = some(torch.arange(0, count, max(1, count // SAMPLE)), None)
     m = min(DIRECTIONS, sample.shape[1], SKETCH_BYTES // (dtype.itemsize * max(count, 1)) - 1)
     directions = _directions(sample, max(1, m))
     table = torch.empty(count, directions.shape[1] + 1, dtype=dtype)

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,8 @@ class Store:
                 self._check_size(self.folder / totals_name(self.manifest.totals.number) / name, file)
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
+        self._updates: dict[int, pl.DataFrame] = {}
+        self._parts: dict[tuple[str, int | None], list[SlotChunk]] = {}
 
     @property
     def end_step(self) -> int:
@@ -96,7 +99,9 @@ class Store:
 
     def updates_in(self, place: int) -> pl.DataFrame:
         """The updates of one chunk."""
-        return self._table(place, UPDATES)
+        if place not in self._updates:
+            self._updates[place] = self._table(place, UPDATES)
+        return self._updates[place]
 
     @cached_property
     def log(self) -> pl.DataFrame:
@@ -138,14 +143,20 @@ class Store:
 
     def addresses(self, name: str, *, begin_step: int = 0, end_step: int | None = None) -> Iterator[SlotChunk]:
         """The same, for who reads no keys and error signals."""
+        if (name, end_step) not in self._parts:
+            self._parts[name, end_step] = self._addresses(name, end_step)
+        return (part for part in self._parts[name, end_step] if part.chunk.end_step > begin_step)
+
+    def _addresses(self, name: str, end_step: int | None) -> list[SlotChunk]:
         number, layer = self.layer(name)
-        first_slot = 0
+        found, first_slot = [], 0
         for place, chunk in enumerate(self.manifest.chunks):
             if end_step is not None and chunk.first_step >= end_step:
-                return
-            if chunk.slots[number] and chunk.end_step > begin_step:
-                yield SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step)
+                break
+            if chunk.slots[number]:
+                found.append(SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step))
             first_slot += chunk.slots[number]
+        return found
 
     def decoded(self, nbytes: int) -> None:
         """To be told when so many bytes of a chunk have been decoded and let go of: then and now, memory is given back."""
@@ -211,8 +222,11 @@ class Store:
                 yield first, Encoded(chunk.data[:count], chunk.scales(slice(0, count)))
             first += count
 
-    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
-        """Keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d)."""
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d).
+
+        out: memory to use for it.
+        """
         counts = self._counts(number, what)
         ends = np.cumsum(counts)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
@@ -220,12 +234,16 @@ class Store:
         home = np.searchsorted(ends, wanted, side="right")
         layer = self.manifest.layers[number]
         width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
-        gathered = torch.empty(len(wanted), width, dtype=dtype)
-        for place in np.unique(home).tolist():
-            here = np.flatnonzero(home == place)
-            rows = torch.from_numpy(wanted[here] - (ends[place] - counts[place]))
-            chunk = self._encoded(place, number, what)
-            gathered[torch.from_numpy(here)] = decode(chunk.data[rows], chunk.scales(rows), dtype)
+        gathered = torch.empty(len(wanted), width, dtype=dtype) if out is None else out
+        if bool((np.diff(home) >= 0).all()):  # in order: each chunk's come together
+            cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
+            for low, high in pairwise(cuts if len(home) else []):
+                place = int(home[low])
+                rows = torch.from_numpy(wanted[low:high] - (ends[place] - counts[place]))
+                self._encoded(place, number, what).decoded(rows, gathered[low:high])
+            return gathered
+        order = np.argsort(home, kind="stable")
+        gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
         return gathered
 
     def _counts(self, number: int, what: str) -> list[int]:

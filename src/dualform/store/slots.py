@@ -14,8 +14,9 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
-from dualform.store.encoding import decode
+from dualform.store.encoding import Encoded, decode
 from dualform.store.format import BLOCK_FIELDS, Chunk
+from dualform.store.heap import Room
 from dualform.store.mapped import TensorFile
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,7 +28,7 @@ PIECE_BYTES = 32 << 20
 class KeyStore(Protocol):
     """What holds the keys of all chunks."""
 
-    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Keys of a layer by their numbers."""
 
 
@@ -68,7 +69,7 @@ class SlotChunk:
         """(blocks,) → (slots,)."""
         return np.repeat(values, self.counts)
 
-    @cached_property
+    @property
     def place(self) -> Ints:
         """(slots,): the place of each slot within its block."""
         starts = np.cumsum(self.counts) - self.counts
@@ -151,6 +152,18 @@ class SlotChunk:
         scales = self.file[exponents][which] if exponents in self.file else None
         return decode(self.file[f"{self.number}.keys"][which], scales, dtype)
 
+    def some_keys(self, places: Ints, room: Room) -> Tensor:
+        """The keys (vectors) of some slots, by their places in ascending order."""
+        out = room(len(places), self.layer.d_in)
+        if self.key_numbers is not None:
+            return self.store.gather(self.number, "key", self.key_numbers[places], out.dtype, out)
+        return self._encoded("key").decoded(torch.from_numpy(places), out)
+
+    def some_errors(self, places: Ints, room: Room) -> Tensor:
+        """Their error signals."""
+        out = room(len(places), len(self.layer.outputs) or self.layer.d_out)
+        return self._encoded("error").decoded(torch.from_numpy(places), out)
+
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
         """The feature maps of some rows of one block."""
         assert self.layer.geometry is not None
@@ -175,9 +188,10 @@ class SlotChunk:
         """(slots, d_out), of the slots low to high."""
         return self._vectors("error", dtype, low, high)
 
-    def _vectors(self, name: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
-        here = slice(low, self.slots if high is None else high)
-        data = self.file[f"{self.number}.{name}s"]
-        exponents = f"{self.number}.{name}_exponents"
-        scales = self.file[exponents][here] if exponents in self.file else None
-        return decode(data[here], scales, dtype)
+    def _vectors(self, what: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
+        here, stored = slice(low, self.slots if high is None else high), self._encoded(what)
+        return decode(stored.data[here], stored.scales(here), dtype)
+
+    def _encoded(self, what: str) -> Encoded:
+        exponents = f"{self.number}.{what}_exponents"
+        return Encoded(self.file[f"{self.number}.{what}s"], self.file[exponents] if exponents in self.file else None)
