@@ -29,11 +29,11 @@ fix: $(READY) ## format and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## measure recording and exactness (minutes; needs the data folder)
-	$(BIN)/python bench/recording.py
-	$(BIN)/python bench/certificate.py
-	$(BIN)/python bench/exactness.py
-	$(BIN)/python bench/segments.py
+BENCHES := recording certificate exactness segments table1 top totals masks contributions adamw tracin memory disk growth
+bench: $(READY) ## measure everything beside peers and limits (an hour, 25 GB of disk in runs/bench; needs the data folder)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	for name in $(BENCHES); do $(BIN)/python bench/$$name.py || exit 1; done
+	$(BIN)/python bench/figure.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

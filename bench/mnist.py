@@ -17,14 +17,14 @@ BATCH = 128
 STEPS = 3000
 
 
-def data(part: str = "train") -> tuple[Tensor, Tensor]:
-    """Images (n, 784), normalised by the training set's mean and deviation, and labels (n,)."""
+def data(part: str = "train", dataset: str = "mnist") -> tuple[Tensor, Tensor]:
+    """Images (n, 784), normalised by the training set's mean and deviation (of MNIST), and labels (n,)."""
     folder = os.environ.get("DUALFORM_DATA")
     if not folder:
         sys.exit("Set DUALFORM_DATA to a folder that holds mnist/train-images-idx3-ubyte.gz and its companions.")
 
     def read(name: str, header: int) -> Tensor:
-        content = gzip.decompress((Path(folder) / "mnist" / name).read_bytes())
+        content = gzip.decompress((Path(folder) / dataset / name).read_bytes())
         return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).copy())
 
     prefix = {"train": "train", "test": "t10k"}[part]

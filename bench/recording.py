@@ -15,6 +15,7 @@ from pathlib import Path
 
 import dualform
 import mnist
+from measure import Bar, Row, keep
 
 
 def seconds(kind: str, folder: Path, steps: int) -> float:
@@ -59,5 +60,14 @@ if __name__ == "__main__":
     print(f"\n{arguments.steps} steps, median of {arguments.repeats}; recording / bare:")
     for kind, ratio in ratios.items():
         print(f"  {kind:8} {ratio:.2f}")
+    for kind, at_most in {"float16": 1.15, "float32": 1.3}.items():
+        if kind in times:
+            name, seconds_of = (
+                f"training with recording, {kind}, {arguments.steps} steps",
+                statistics.median(times[kind]),
+            )
+            limit, bars = {"bare training": ratios[kind]}, [Bar("bare training", at_most)]
+            taken, kinds_of = {"ours": seconds_of, "bare training": bare}, {"bare training": "limit"}
+            keep(Row(name, "python bench/recording.py", taken, limit, kinds_of, bars, arguments.repeats))
     if arguments.out:
         arguments.out.write_text(json.dumps({"steps": arguments.steps, "seconds": times, "ratios": ratios}, indent=1))
