@@ -6,6 +6,7 @@ The file is JSON and holds numbers and names only; nothing in it is evaluated, a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -26,8 +27,8 @@ from dualform.paper.settings import Phase, Settings
 from dualform.paper.tasks import load
 from dualform.paper.training import FINISHED, network
 
-PROMPT = 56
-"""The page of a language model begins with so many tokens of the test text, and at most as many characters."""
+PROMPT, LOOKED = 60, 3000
+"""The page of a language model begins with so many characters of a sentence among the first tokens of the test text."""
 WIDEST = 1 << 14
 """A network in a settings file that is wider than this is no network of ours."""
 
@@ -106,7 +107,9 @@ def _language(folder: Path, found: dict[str, Any], data: Path | None) -> Subject
             before=shown.before, token=shown.token, after=shown.after, title=shown.title, position=shown.position
         )
 
-    begin = text.decode(text.test.ids[:PROMPT].tolist())[:PROMPT]
+    begin = text.decode(text.test.ids[:LOOKED].tolist())
+    sentence = re.search(r"[A-Z][a-z]* [^\n.]{30,}", begin)
+    begin = (sentence.group() if sentence else begin)[:PROMPT].rpartition(" ")[0]
     return subject(
         dualform.open(folder, kept.model()),
         language=Language(text.encode, text.decode, passage, kept.column, prompt=begin),

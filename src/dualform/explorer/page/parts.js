@@ -74,15 +74,13 @@ export function adding(lines, sum, { caption } = {}) {
       h("td", { class: "number" }, (line.sum ? "= " : line.value >= 0 ? "+" : "") + number(line.value))))));
 }
 
-export function probabilities(prediction, { others = null, limit = 10 } = {}) {
+export function probabilities(prediction, { limit = 10 } = {}) {
   const lines = prediction.units.slice(0, limit).map((unit) => ({
     name: unit.name, value: unit.probability ?? 0, colour: colourOf(unit.colour), told: percent(unit.probability),
     strong: unit.unit === prediction.answer,
   }));
-  return bars(others ?? lines, { caption: "Probability of each output", from: 1 });
+  return bars(lines, { caption: "Probability of each output", from: 1 });
 }
-
-export const unitOf = (prediction, number) => prediction.units.find((unit) => unit.unit === number);
 
 // One of several, as radio buttons: arrow keys move.
 export function choice(name, options, chosen, choose) {

@@ -10,6 +10,7 @@ import { colourOf } from "./colours.js";
 export const title = "Prediction";
 const WORDS = { attention: "weight", contribution: "contribution", influence: "influence" };
 const AT_ONCE = 3;
+const MOST_PROBABLE = 5;
 
 export async function show(place, context) {
   const { run, parameters, signal } = context;
@@ -75,7 +76,8 @@ function summary(found, run) {
     sample(found.shown, found.title),
     h("div", {},
       h("div", { class: "line", style: { "margin-bottom": "8px" } }, h("h2", {}, found.title), found.label && h("span", { class: "quiet" }, "label ", chip(found.label)), h("span", { class: "quiet" }, "answer ", chip(found.units[0])), verdict(right)),
-      probabilities(found),
+      probabilities(found, { limit: MOST_PROBABLE }),
+      found.units.length > MOST_PROBABLE && h("details", { class: "small" }, h("summary", { class: "quiet" }, `all ${found.units.length} outputs`), probabilities(found, { limit: found.units.length })),
       h("div", { class: "line", style: { "margin-top": "10px" } }, h("a", { href: link("edit", { input: found.input }) }, "Edit the memory behind it"), copyLink()))));
 }
 

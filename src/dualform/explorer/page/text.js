@@ -72,7 +72,8 @@ function sampled(following) {
 }
 
 const visible = (text) => (text === "\n" ? "↵" : text === " " ? "␣" : text);
+const flowing = (text) => text.replace(/\s*\n\s*/g, " ↵ ");
 const quoted = (text) => `“${visible(text)}”`;
 const list = (passages) => h("ol", { class: "passages" }, passages.map((one) => h("li", {},
   h("div", { class: "line small" }, h("b", {}, number(one.weight)), one.excerpt.title && h("span", {}, one.excerpt.title), h("span", { class: "quiet" }, `position ${one.excerpt.position.toLocaleString("en")}, ${one.visits} visits`)),
-  h("p", { class: "passage" }, one.excerpt.before, h("mark", {}, one.excerpt.token), one.excerpt.after))));
+  h("p", { class: "passage" }, flowing(one.excerpt.before), h("mark", {}, visible(one.excerpt.token)), flowing(one.excerpt.after)))));
