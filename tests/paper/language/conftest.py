@@ -1,7 +1,7 @@
 """A tiny language model, trained once in each way."""
 
 import pytest
-from tiny import SETTINGS, STORY
+from story import SETTINGS, STORY
 
 from dualform.paper.language.recording import train
 from dualform.paper.language.text import own

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tiny import STORY
+from story import STORY
 
 
 def test_a_text_of_your_own(tmp_path, monkeypatch, capsys):

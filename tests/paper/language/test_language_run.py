@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import STORY
+from story import STORY
 from typer.testing import CliRunner
 
 from dualform import texts

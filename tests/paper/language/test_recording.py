@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import SETTINGS
+from story import SETTINGS
 
 import dualform
 from dualform.errors import NotRecordedError, RecordingError, StoreDamagedError
