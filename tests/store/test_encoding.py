@@ -142,3 +142,11 @@ def test_scratch_memory_is_one_whatever_the_shapes():
         assert small.shape == (8, width)
         assert small.data_ptr() == large.data_ptr()
     assert pool.scratch(torch.empty(3, 2, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("places", [[], [4], [2, 3, 4], [5, 9, 7], [5, 5, 7], [9, 0]])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_vectors_by_their_places_in_any_order(places, dtype):
+    vectors = torch.arange(20, dtype=torch.float32).reshape(10, 2) + 1
+    found = encode(vectors, dtype).decoded(torch.tensor(places, dtype=torch.int64), torch.empty(len(places), 2))
+    assert torch.equal(found, vectors[places])
