@@ -8,16 +8,27 @@ from dualform.query import foremost
 from training import FEATURES, train
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("foremost") / "run", steps=40, chunk_bytes=4000)
+@pytest.fixture(scope="module", params=["float64", "float16"])
+def run(request, tmp_path_factory):
+    precision = torch.float64 if request.param == "float64" else torch.float32
+    path = tmp_path_factory.mktemp("foremost") / "run"
+    return train(path, steps=40, chunk_bytes=4000, precision=precision, dtype=request.param)
+
+
+def questions(run, count=4):
+    drawn = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return drawn.to(next(run.model.parameters()).dtype)
 
 
 @pytest.fixture
 def influence(run, monkeypatch):
     monkeypatch.setattr(foremost, "ROWS", 7)
-    asked = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return run.dual.influence(asked, segments=6)
+    return run.dual.influence(questions(run), segments=6)
+
+
+def close(found, expected):
+    bar = 1e-9 if found.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(found, expected, rtol=bar, atol=bar)
 
 
 def scanned(influence, k, where=None, absolute=False, lowest=False):
@@ -31,15 +42,14 @@ def test_the_best_are_those_of_the_full_scan(influence, k, how):
     assert foremost.can_be_bounded(influence._scored, influence._layers)
     found, expected = influence.best(k, **how), scanned(influence, k, **how)
     # rows that are the same sample in the same step have the same score, but for rounding: compare scores, not names
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-9, atol=1e-9)
+    close(found.scores, expected.scores)
     assert (found.slots == expected.slots).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("damping", [0.01, 5.0])
 def test_norms_that_were_kept_bound_other_dampings_too(run, damping):
-    asked = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = run.dual.influence(asked, segments=6, damping=damping)
-    torch.testing.assert_close(found.best(3).scores, scanned(found, 3).scores, rtol=1e-9, atol=1e-9)
+    found = run.dual.influence(questions(run), segments=6, damping=damping)
+    close(found.best(3).scores, scanned(found, 3).scores)
 
 
 def test_ties_go_to_the_lower_row(influence):
@@ -64,7 +74,6 @@ def test_not_all_keys_are_read(influence, monkeypatch):
 
 
 def test_other_methods_and_layers_are_scanned(run):
-    asked = torch.randn(2, FEATURES, dtype=torch.float64)
-    sketch = run.dual.influence(asked, segments=2, method="sketch")
+    sketch = run.dual.influence(questions(run, 2), segments=2, method="sketch")
     assert not foremost.can_be_bounded(sketch._scored, sketch._layers)
     assert sketch.best(2).slots.shape == (2, 2)

@@ -22,6 +22,7 @@ from dualform.layers.streams import Layer
 from dualform.query.answers import Ranked
 from dualform.query.masks import Bools
 from dualform.query.ranking import Best, Way, ranked_by
+from dualform.store.heap import Room
 
 TILE_BYTES = 64 << 20
 """How much the slopes of a stretch of rows may take, all layers together."""
@@ -56,13 +57,14 @@ def foremost(
     """The k best rows of some queries. mask: which rows of a window take part."""
     count = some.stop - some.start
     size = max(1, min(ROWS, TILE_BYTES // (dtype.itemsize * max(1, count) * (len(layers) + 2))))
+    room = Room(dtype)
     bests = [Best(count, k, dtype) for _ in scored.segments]
     for number, segment in reversed(list(enumerate(scored.segments))):
         best, others = bests[number], [one.scores for one in bests[number + 1 :]]
         for window in windows(scored.store, segment.first_row, segment.end_row, size):
             known = torch.cat([best.scores, *others], 1)
             least = known.topk(k, dim=1).values[:, -1] if known.shape[1] >= k else None
-            rows, scores = _scores(scored, layers, number, window, some, least, mask(window), dtype)
+            rows, scores = _scores(scored, layers, number, window, some, least, mask(window), room, dtype)
             best.add(ranked_by(scores, way), torch.from_numpy(rows + window.begin), scores)
     # Ties go to the lower row: segments stand in their order, and the sort is stable
     ranked, values, numbers = (torch.cat([getattr(b, of) for b in bests], 1) for of in ("scores", "values", "numbers"))
@@ -78,6 +80,7 @@ def _scores(
     some: slice,
     least: Tensor | None,
     taken: Bools,
+    room: Room,
     dtype: torch.dtype,
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Tensor]:
     """The rows of a window that may reach `least` of some query, (n,), and their scores, (queries, n)."""
@@ -95,7 +98,7 @@ def _scores(
         chunk = scored.store.chunk_of(layer.name, window.place)
         for piece in [] if chunk is None else pieces(chunk, window.begin, window.end, layer.d_out):
             low = piece.first_row - window.begin
-            errors = piece.errors(dtype)
+            errors = piece.chunk.some_errors(np.arange(piece.low, piece.high), room)
             along = product.slopes_along(some, pairing.error_side(Vectors(errors), errors))
             along *= piece.batch(dtype)
             own = norms[first + low : first + low + piece.rows].to(dtype)
@@ -111,6 +114,6 @@ def _scores(
         if begin == end:
             continue
         places = rows[begin:end] - low
-        keys = pairing.key_side(Vectors(piece.chunk.vectors_at(places + piece.low, dtype)))
+        keys = pairing.key_side(Vectors(piece.chunk.some_keys(places + piece.low, room)))
         scores[:, begin:end] += product.weights(some, keys).mul_(along[:, torch.from_numpy(places)])
     return rows, scores

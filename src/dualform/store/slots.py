@@ -144,14 +144,6 @@ class SlotChunk:
             return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
         return Vectors(self._vectors("key", dtype, low, high))
 
-    def vectors_at(self, places: Ints, dtype: torch.dtype) -> Tensor:
-        """The keys of some slots, (n, d_in), if they are vectors."""
-        if self.key_numbers is not None:
-            return self.store.gather(self.number, "key", self.key_numbers[places], dtype)
-        which, exponents = torch.from_numpy(places), f"{self.number}.key_exponents"
-        scales = self.file[exponents][which] if exponents in self.file else None
-        return decode(self.file[f"{self.number}.keys"][which], scales, dtype)
-
     def some_keys(self, places: Ints, room: Room) -> Tensor:
         """The keys (vectors) of some slots, by their places in ascending order."""
         out = room(len(places), self.layer.d_in)
