@@ -86,9 +86,11 @@ def test_titles_stand_beside_it_too(tmp_path, story):
 
 def test_two_ways_beside_none(tmp_path, story):
     costs = compare(story, SETTINGS, tmp_path, 3)
-    assert costs.by["slots"].nbytes > costs.by["totals"].nbytes > 0 == costs.by["bare"].nbytes
+    key, gates = SETTINGS.embedding + SETTINGS.state, 4 * SETTINGS.state
+    assert 2 * SETTINGS.tokens * (key + gates) < costs.slot_bytes < 4 * SETTINGS.tokens * (key + gates)
+    assert 0 < costs.by["totals"].nbytes < 6 * 4 * SETTINGS.tokens * key
     assert costs.ratio("totals") > 0
-    assert costs.steps_within_bound == int(20e9 / (costs.by["slots"].nbytes / 3))
+    assert costs.steps_within_bound == int(20e9 / (costs.by["slots"].nbytes / 4))
     assert not (tmp_path / "slots").exists()
 
 

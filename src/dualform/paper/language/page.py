@@ -40,8 +40,8 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
         f"Embedding {shape.embedding}{between} → LSTM {shape.state} → Linear{dropout}; Adam, learning rate {settings.lr:g}{decay}, gradients "
         f"clipped at norm {settings.clip:g}; {settings.batch} × {settings.window} {text.unit}s a step, state carried on and dropped with "
         f"probability {settings.forget:g}; seed {settings.seed}.{share}\n\n"
-        f"After **{trained.steps:,} steps** (each position was read {visits:.1f} times; {trained.seconds / 60:.0f} minutes with recording on one "
-        f"thread of a machine that other work shared): **{measure(trained.test):.2f} {name}** on the whole test text. The "
+        f"After **{trained.steps:,} steps** (each position was read {visits:.1f} times; {trained.seconds / 60:.0f} minutes with "
+        f"recording): **{measure(trained.test):.2f} {name}** on the whole test text. The "
         f"recording takes {trained.nbytes / 1e9:.2f} GB: {len(text.train):,} positions × {shape.key} numbers × 4 bytes, snapshots and the weights; it "
         f"would not grow with more steps."
     )

@@ -31,6 +31,7 @@ class Cost:
     processor: float = 0.0
     """Seconds of all threads, the background writer's with them: less disturbed by what else runs."""
     nbytes: int = 0
+    """Of slots or totals, without snapshots."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Costs:
     """Of the same steps, bare and in each way."""
 
     steps: int
+    """That were timed: one less than were recorded."""
     by: dict[str, Cost]
 
     def ratio(self, way: str, of: str = "processor") -> float:
@@ -47,7 +49,7 @@ class Costs:
     @property
     def slot_bytes(self) -> float:
         """That all slots take for each step."""
-        return self.by["slots"].nbytes / self.steps
+        return self.by["slots"].nbytes / (self.steps + 1)
 
     @property
     def steps_within_bound(self) -> int:
@@ -73,9 +75,16 @@ def compare(
         for copy in copies.values():
             copy.close()
     for way in WAYS[1:]:
-        costs[way].nbytes = dualform.open(folder / way).info()["bytes"]
+        costs[way].nbytes = _grown(folder / way)
         shutil.rmtree(folder / way)
     return Costs(steps, costs)
+
+
+def _grown(folder: Path) -> int:
+    manifest = dualform.open(folder).store.manifest
+    files = [file for chunk in manifest.chunks for file in chunk.files.values()]
+    files += manifest.totals.files.values() if manifest.totals else ()
+    return sum(file.size for file in files)
 
 
 def _steps(text: Text, settings: Settings, folder: Path, way: str, stack: ExitStack) -> Generator[None]:
