@@ -220,7 +220,8 @@ def from_section(title: str, found: Mapping[str, Any], stem: Path) -> bool:
     if not series:
         return False
     axes = found["axes"]
-    lines.save([Lines("", axes["x"], axes["y"], tuple(series))], title, stem)
+    drawn = Lines("", axes["x"], axes["y"], tuple(series), log_y=bool(axes.get("log_y")))
+    lines.save([drawn], title, stem)
     return True
 
 

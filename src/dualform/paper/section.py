@@ -15,7 +15,7 @@ class Section:
     text: str
     """Markdown without the heading."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Plain data. "curves": what can be drawn, each with "x" and "y" (lists), by the name of a line; "axes": their labels."""
+    """Plain data. "curves": what can be drawn, each with "x" and "y" (lists), by the name of a line; "axes": their labels, and "log_y"."""
 
     @property
     def markdown(self) -> str:

@@ -49,7 +49,9 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
         "training text, as it was read": _curve(trained.losses, measure),
         "test text, its first 10,000": _curve(trained.curve, measure),
     }
-    return Section("What was trained", said, {"axes": {"x": "step", "y": name}, "curves": curves})
+    return Section(
+        "What was trained", said, {"axes": {"x": "step", "y": name, "log_y": text.unit == "word"}, "curves": curves}
+    )
 
 
 def _curve(points: Sequence[tuple[int, float]], measure: Any) -> dict[str, list[float]]:
@@ -77,7 +79,8 @@ def costs(text: Text, settings: Settings, found: Costs) -> Section:
         ["contributions, certificate, masks", "no", "yes"],
     ]
     said = (
-        f"Three copies of the model in turn, a step each, {found.steps} steps: without a recorder, with totals, with all slots in float16. "
+        f"Three copies of the model in turn, a step each, {found.steps} steps: without a recorder, with totals, with all slots in float16 (a "
+        f"difference of a few hundredths is noise). "
         f"Measured by `dualform paper`, or `python bench/language.py`. The reference code's way, every key in float16, would "
         f"take more than 100 GB for the paper's number of steps; {BOUND / 1e9:.0f} GB is the bound here.\n\n"
         + table(["", "totals per position", "all slots, float16"], rows)
