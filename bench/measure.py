@@ -71,8 +71,12 @@ def compare(
     bars: list[Bar] | None = None,
     rounds: int = 5,
     notes: Mapping[str, Any] | None = None,
+    times: Mapping[str, float] | None = None,
 ) -> Row:
-    """Time ours and the others in turn, after one round to warm up; keep and print the row."""
+    """Time ours and the others in turn, after one round to warm up; keep and print the row.
+
+    times: of some others only a part is done; their time counts so many times.
+    """
     others = {**(peers or {}), **(limits or {})}
     kinds = {name: "peer" if name in (peers or {}) else "limit" for name in others}
     taken: dict[str, list[float]] = {name: [] for name in ("ours", *others)}
@@ -83,7 +87,7 @@ def compare(
             began, used = time.perf_counter(), time.process_time()
             some()
             if number:
-                taken[name].append(time.process_time() - used)
+                taken[name].append((time.process_time() - used) * (times or {}).get(name, 1))
                 clock[name].append(time.perf_counter() - began)
     ratios = {
         name: statistics.median(a / b for a, b in zip(taken["ours"], taken[name], strict=True)) for name in others

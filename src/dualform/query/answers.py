@@ -23,6 +23,7 @@ from dualform.query.masks import Bools, Mask
 from dualform.query.pruned import Bounds, Wanted, best_of
 from dualform.query.ranking import Best, Way, ranked_by
 from dualform.query.remembered import remembered
+from dualform.query.sketch import MOST
 from dualform.query.slots import describe
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -146,8 +147,8 @@ class Answer(ABC):
 
     def _pruned(self, k: int, way: Way, where: pl.Expr | str | None, groups: Groups | None) -> list[Best] | None:
         """The best slots of each query, in each group if there are any; None: compute all scores."""
-        small = not self._bounded or self._store.slots(self.layer.name) < SMALL
-        if small or (groups is not None and len(groups) > FEW_GROUPS):
+        fits = self._bounded and SMALL <= self._store.slots(self.layer.name) <= MOST
+        if not fits or (groups is not None and len(groups) > FEW_GROUPS):
             return None
         places, codes = self._taking_part(where, groups)
         bounds = self._bounds(places, way)

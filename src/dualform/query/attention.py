@@ -17,6 +17,7 @@ from dualform.query.bounds import Products, seen
 from dualform.query.groups import Groups
 from dualform.query.pruned import Bounds, Wanted, best_of, spread
 from dualform.query.ranking import Best, Way, ranked_by
+from dualform.query.sketch import MOST
 from dualform.query.visits import Visits, keys_of, visits_of
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -57,7 +58,7 @@ class LayerAttention(Answer):
         if where is not None or store.manifest.keep == "totals" or not store.has_equal_keys(self.layer.name):
             return super().best(k, where=where, absolute=absolute, lowest=lowest)
         visits = visits_of(store, self.layer.name, self._end)
-        bounds = self._products(visits.visited, way) if len(visits.visited) >= SMALL else None
+        bounds = self._products(visits.visited, way) if SMALL <= len(visits.visited) <= MOST else None
         wanted = Wanted(k, way, visits.visited)
         found = None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
         every = self._best_keys(visits, k, way) if found is None else found[0]

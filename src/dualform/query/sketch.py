@@ -16,6 +16,8 @@ from torch import Tensor
 DIRECTIONS = 16
 SKETCH_BYTES = 96 << 20
 """A sketch may take so much memory: very many vectors are seen along fewer directions."""
+MOST = SKETCH_BYTES // 8
+"""Of more vectors than this, there is no sketch."""
 SAMPLE = 2048
 """From so many vectors, evenly spread, the directions are found."""
 ROUNDING = 1 / 64
