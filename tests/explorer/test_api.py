@@ -1,7 +1,9 @@
 """The answers of the API beside the library's own, asked the plain way."""
 
+import asyncio
 import json
 
+import httpx
 import numpy as np
 import polars as pl
 import pytest
@@ -323,3 +325,36 @@ def test_numbers_that_are_none_are_null(client, session, monkeypatch):
     found = client("GET", "/api/prediction", params={"input": "test:3"})
     assert found.status_code == 200
     assert json.loads(found.text)["units"][0]["logit"] is None
+
+
+def test_one_scan_answers_all_that_wait(folder, monkeypatch):
+    """Twenty clients at once: the scans are few, and everybody gets their own answer."""
+    from dualform.explorer.runs import find
+
+    session = Session(find(folder))
+    app, scans, attend = application(session), [], dualform.Dual.attend
+    monkeypatch.setattr(
+        dualform.Dual, "attend", lambda self, x, **more: (scans.append(len(x)), attend(self, x, **more))[1]
+    )
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            asked = [
+                client.get("/api/sources", params={"input": f"test:{number}", "layer": layer})
+                for number in range(20)
+                for layer in ("0", "2", "4")
+            ]
+            return await asyncio.gather(*asked)
+
+    found = asyncio.run(ask())
+    assert [one.status_code for one in found] == [200] * 60
+    assert len(scans) < 30
+    assert max(scans) > 1
+    alone = Client(application(Session(find(folder))))
+    for number in (0, 7, 19):
+        expected = alone.get("/api/sources", input=f"test:{number}", layer="2")
+        together = found[3 * number + 1].json()
+        assert [one["key"] for one in together["highest"]] == [one["key"] for one in expected["highest"]]
+        weights = [one["weight"] for one in expected["highest"]]
+        assert [one["weight"] for one in together["highest"]] == pytest.approx(weights, rel=1e-5)

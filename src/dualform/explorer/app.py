@@ -151,7 +151,8 @@ def application(session: Session) -> FastAPI:
                 input, layer, kind, target=target, k=k, absolute=absolute, last=session.is_last(layer)
             )
 
-        return await answer(request, found)
+        with session.scoring.announced(input, layer, kind):
+            return await answer(request, found)
 
     @app.get(
         "/api/edit", responses={202: {"model": forms.JobForm, "description": "This takes longer: a job was begun."}}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.explorer.book import Book
@@ -19,6 +23,8 @@ Progress = Callable[[str, int, int], None]
 Floats = np.ndarray[Any, np.dtype[Any]]
 KEPT_BYTES = 192 << 20
 """Scores of so many bytes are kept, so that another look at the same answer needs no scan."""
+TOGETHER = 16
+"""So many that wait for the same layer are answered by one scan."""
 BEST = 500
 """The curves show so many slots of each class, as the paper's figures."""
 MOST_CLASSES = 50
@@ -50,6 +56,8 @@ class Scoring:
     def __init__(self, subject: Subject, book: Book, predictions: Predictions):
         self._subject, self._book, self._predictions = subject, book, predictions
         self._kept: Kept[Floats] = Kept(KEPT_BYTES, lambda scores: scores.nbytes)
+        self._lock, self._scanning = Lock(), dict[str, Lock]()
+        self._waiting: Counter[tuple[str, str]] = Counter()
         self._parts: Kept[Parts] = Kept(1 << 20, lambda _: 64)
 
     @property
@@ -74,18 +82,62 @@ class Scoring:
         return self._kept.get(key, lambda: self._scanned(address, layer, kind, target))
 
     def _scanned(self, address: str, layer: str, kind: Kind, target: int) -> Floats:
-        inputs, dual = self._predictions.inputs(address), self._subject.dual
-        found = []
         if kind == "attention":
-            for _, weights in dual.attend(inputs)[layer].weights():
-                found.append(weights.reshape(-1, weights.shape[-1]).sum(0))
-        elif kind == "contribution":
-            for _, contributions in dual.contributions(inputs, target=target)[layer].contributions():
-                found.append(contributions[0])
-        else:
+            return self._attention(address, layer)
+        if kind == "influence":
             raise QuestionError("influence takes a while: ask for it as a job first.")
-        whole = torch.cat(found) if found else torch.zeros(0)
-        return whole.float().numpy()
+        answer = self._subject.dual.contributions(self._predictions.inputs(address), target=target)[layer]
+        found = [contributions[0] for _, contributions in answer.contributions()]
+        return (torch.cat(found) if found else torch.zeros(0)).float().numpy()
+
+    @contextmanager
+    def announced(self, address: str, layer: str, kind: Kind) -> Iterator[None]:
+        """While somebody waits for an answer: whoever scans the layer first finds those of the others on the way."""
+        if kind != "attention":
+            yield
+            return
+        with self._lock:
+            self._waiting[layer, address] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting[layer, address] -= 1
+                if not self._waiting[layer, address]:
+                    del self._waiting[layer, address]
+
+    def _attention(self, address: str, layer: str) -> Floats:
+        """(slots,), summed over the query's positions. One scan answers up to TOGETHER that wait."""
+        with self._lock:
+            scanning = self._scanning.setdefault(layer, Lock())
+        with scanning:
+            key = (address, layer, "attention", None)
+            if key in self._kept:  # found by another's scan meanwhile
+                return self._kept.get(key, lambda: self._attention(address, layer))
+            asked = self._together(address, layer)
+            answer = self._subject.dual.attend(torch.cat(list(asked.values())))[layer]
+            found = [weights.sum(1) for _, weights in answer.weights()]
+            scores: Floats = (torch.cat(found, 1) if found else torch.zeros(len(asked), 0)).float().numpy()
+            for place, one in enumerate(asked):
+                if one != address:
+                    self._kept.put((one, layer, "attention", None), np.array(scores[place]))
+            return np.array(scores[0])
+
+    def _together(self, address: str, layer: str) -> dict[str, Tensor]:
+        """Inputs by address: the one that is asked for, and others that wait for the same layer."""
+        asked = {address: self._predictions.inputs(address)}
+        with self._lock:
+            waiting = [other for name, other in self._waiting if name == layer and other != address]
+        for other in waiting:
+            if len(asked) == TOGETHER or (other, layer, "attention", None) in self._kept:
+                continue
+            try:
+                inputs = self._predictions.inputs(other)
+            except QuestionError:
+                continue  # they will be told
+            if inputs.shape == asked[address].shape and inputs.dtype == asked[address].dtype:
+                asked[other] = inputs
+        return asked
 
     def estimate(self, address: str, target: int, progress: Progress | None = None) -> Prepared:
         """Estimate the influence of everything on one output; long work, after which sources() tells of it."""

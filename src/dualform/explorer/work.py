@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ WORKERS = 2
 QUEUE = 128
 """So many may wait."""
 PATIENCE = 60.0
-"""Seconds after which a question is given up."""
+"""Seconds of work after which a question is given up."""
 JOBS = 16
 """So many jobs are remembered, running ones included."""
 
@@ -54,18 +55,24 @@ class Desk:
         if self._waiting >= QUEUE:
             raise BusyError("too many questions at once; please try again in a moment.")
         self._waiting += 1
-        began = asyncio.get_running_loop().time()
-        future = asyncio.wrap_future(self._pool.submit(question))
+        began: list[float] = []
+
+        def work() -> T:
+            began.append(time.monotonic())
+            return question()
+
+        submitted = self._pool.submit(work)
+        future = asyncio.wrap_future(submitted)
         try:
             while True:
                 done, _ = await asyncio.wait({future}, timeout=0.25)
                 if done:
                     return future.result()
                 if await gone():
-                    future.cancel()
+                    submitted.cancel()
                     return None
-                if asyncio.get_running_loop().time() - began > PATIENCE:
-                    future.cancel()
+                if began and time.monotonic() - began[0] > PATIENCE:
+                    submitted.cancel()
                     raise BusyError(f"this took longer than {PATIENCE:.0f} s and was given up.")
         finally:
             self._waiting -= 1
