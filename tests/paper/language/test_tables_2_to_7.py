@@ -30,7 +30,8 @@ def attention():
 
 
 def answered(query, attention):
-    return answer(BOOK, query, attention, np.full(len(attention), 2), [("crow", 0.75), ("the", 0.25)])
+    visits = np.full(len(attention), 2)
+    return answer(BOOK, query, attention, attention[::-1], visits, [("crow", 0.75), ("the", 0.25)])
 
 
 def ranked(scores):
@@ -55,6 +56,16 @@ def test_the_papers_passages_stand_with_our_ranks(attention):
     assert [one.position for one in found.theirs] == [5, 7]
     assert [one.rank for one in found.theirs] == [ranked(attention).index(place) + 1 for place in (5, 7)]
     assert (found.asked.table, found.asked.shared, found.asked.token) == (5, "foxes", "fox")
+
+
+def test_among_the_same_words_the_state_ranks(attention):
+    found = answered(Query("test", 0, 4, TABLE, (5, 8, 0)), attention)  # crow, crow, the; a crow asks
+    state = attention[::-1]
+    crows = sorted(
+        (place for place in range(len(state)) if BOOK.train.ids[place] == BOOK.numbers["crow"]), key=lambda p: -state[p]
+    )
+    assert [one.state_rank for one in found.theirs] == [crows.index(5) + 1, crows.index(8) + 1, None]
+    assert found.same == len(crows)
 
 
 def test_a_query_of_the_training_text_is_left_out_and_its_rank_told(attention):
@@ -88,7 +99,7 @@ def shown(attention, monkeypatch):
     monkeypatch.setattr(report, "KS", (1, 3))
     train = Query("train", 15, 20, replace(TABLE, number=4))
     queries = [Query("test", 0, 1, TABLE, (5, 7)), train, Query("test", 0, 4)]
-    found = report.sections(BOOK, [answered(one, attention) for one in queries])
+    found = report.sections(BOOK, [answered(one, attention) for one in queries], dropout=0.5)
     json.dumps([section.data for section in found])
     return {section.title: section.text for section in found}
 
@@ -105,6 +116,7 @@ def test_every_query_has_its_place(shown, attention):
     ]
     ranks = [ranked(attention).index(place) + 1 for place in (5, 7)]
     assert f"| {ranks[0]}, {ranks[1]} |" in shown["The paper's passages in our ranking"]
+    assert "With dropout 0.5" in shown["The paper's passages in our ranking"]
     assert "The query is of the training text" in shown["Table 4: foxes"]
     assert "The query is of the training text" not in shown["Table 5: foxes"]
     assert [line.split(" |")[0] for line in shown["Table 5: foxes"].splitlines() if line.startswith("| paper")] == [
@@ -121,7 +133,7 @@ def test_nothing_of_the_text_is_read_as_markdown(shown):
     assert "&lt;unk&gt;" in content
     rows = [line for line in content.splitlines() if line.startswith("| attention 1")]
     assert len(rows) == 3
-    assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
+    assert all(line.replace("\\|", "").count("|") == 8 for line in rows)
 
 
 def test_where_there_is_no_negative_example_it_is_said(attention, monkeypatch):

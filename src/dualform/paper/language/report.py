@@ -31,14 +31,14 @@ def ask(
     return answers
 
 
-def sections(text: Text, answers: Sequence[Answer]) -> list[Section]:
-    """The paper's tables, queries by the rule, and how far attention and a search by the letter agree."""
+def sections(text: Text, answers: Sequence[Answer], *, dropout: float = 0.0) -> list[Section]:
+    """The paper's tables, queries by the rule, and how far attention and a search by the letter agree. dropout: in training."""
     if not answers:
         return []
     ruled = [one for one in answers if one.asked.table is None]
     tables = [one for one in answers if one.theirs]
     found = [
-        *([Section("The paper's passages in our ranking", _in_short(text, tables))] if tables else []),
+        *([Section("The paper's passages in our ranking", _in_short(text, tables, dropout))] if tables else []),
         Section("How to read the tables", _guide(text.unit)),
         *(
             Section(f"Table {one.asked.table}: {one.asked.shared}", _answer(text, one), asdict(one))
@@ -54,20 +54,30 @@ def sections(text: Text, answers: Sequence[Answer]) -> list[Section]:
     return found
 
 
-def _in_short(text: Text, answers: Sequence[Answer]) -> str:
+def _in_short(text: Text, answers: Sequence[Answer], dropout: float) -> str:
     rows = []
+    note = (
+        f" With dropout {dropout:g} a key has a part of its {text.unit}'s embedding only, drawn anew at each visit: among positions of the "
+        f"same {text.unit}, rank by the whole key is largely luck until there are many visits. The hidden state's part is not dropped out: "
+        f"see the last column."
+        if dropout
+        else ""
+    )
     for one in answers:
         words = f"… {escaped(one.asked.before[-24:])}<b>{escaped(visible(one.asked.token))}</b>"
-        ours, lexical = (", ".join(f"{getattr(p, key):,}" for p in one.theirs) for key in ("rank", "lexical_rank"))
-        rows.append((f"Table {one.asked.table}", words, ours, lexical))
+        ours, lexical, state = (
+            ", ".join(_number(getattr(p, key)) for p in one.theirs) for key in ("rank", "lexical_rank", "state_rank")
+        )
+        rows.append((f"Table {one.asked.table}", words, ours, lexical, f"{state} of {one.same:,}"))
     ranks = sorted(place.rank for one in answers for place in one.theirs)
     among = sum(rank <= TOP for rank in ranks)
     return (
         f"The passages that the paper shows are in our training text. These are the ranks that the same positions have among our "
-        f"{len(text.train):,}, by attention and by BM25:\n\n"
-        + table(("", "query", "ranks by attention", "ranks by BM25"), rows, 2)
+        f"{len(text.train):,}, by attention and by BM25; and, among the positions where the {text.unit} that asks stands, by the part of the "
+        f"attention that comes from the hidden state:\n\n"
+        + table(("", "query", "ranks by attention", "ranks by BM25", f"same {text.unit}, by the state"), rows, 2)
         + f"\n\n{among} of the {len(ranks)} are among the {TOP} best of our model, {sum(rank <= 100 for rank in ranks)} among the 100 best; the median rank "
-        f"is {ranks[len(ranks) // 2]:,}."
+        f"is {ranks[len(ranks) // 2]:,}.{note}"
     )
 
 
@@ -78,7 +88,8 @@ def _guide(unit: str) -> str:
         f"visits. (The paper sums over visits; with equally many the ranking is the same, else a sum puts those first that the last epoch has "
         f"visited once more.) The {TOP} best positions are shown of which no two are closer than {WINDOW[unit]} {unit}s. *Rank* is among all "
         f"positions, by attention; beside it the rank by BM25 (Lucene's form) of the {WINDOW[unit]} {unit}s up to the position with those up to "
-        f"the query, whose terms are {terms}; *in common* is how many {unit}s up to the position are the prompt's last ones. The paper's passages "
+        f"the query, whose terms are {terms}; *in common* is how many {unit}s up to the position are the prompt's last ones; *by the state* is the rank among the positions where the "
+        f"{unit} that asks stands, by the hidden state's part of the attention alone. The paper's passages "
         f"are looked up in our training text, and stand here with their rank in our model. The *negative* one is the best match by BM25 that is not "
         f"near any of the {OUTSIDE:,} most attended positions. A prompt has {PROMPT[unit]} {unit}s, or what the paper shows if that is more.\n\nThe text of "
         f"the paper that we have shows the highlighted tokens of Tables 3 and 4 only. There it is the last one that the query and its passages have "
@@ -106,7 +117,7 @@ def _answer(text: Text, one: Answer) -> str:
     k = KS[1]
     return (
         f"> {marked(asked.before, asked.token, asked.after)}\n\n({where}.) The model goes on with {likely}.{own}\n\n"
-        + table(("", "training text", "attention", "rank", "rank by BM25", "in common"), rows, 2)
+        + table(("", "training text", "attention", "rank", "rank by BM25", "in common", "by the state"), rows, 2)
         + f"\n\nOf the {k} best passages {percent(bm25.overlap[k])} are among BM25's and {percent(ending.overlap[k])} among those with the longest "
         f"common ending; rank correlation {bm25.correlation:.2f} and {ending.correlation:.2f}."
     )
@@ -121,7 +132,12 @@ def _row(name: str, place: Place) -> tuple[str, ...]:
         f"{place.rank:,}",
         f"{place.lexical_rank:,}",
         str(place.ending),
+        _number(place.state_rank),
     )
+
+
+def _number(rank: int | None) -> str:
+    return "–" if rank is None else f"{rank:,}"
 
 
 def _ruled(text: Text, answers: Sequence[Answer]) -> str:

@@ -41,7 +41,7 @@ def run(
     answers = report.ask(Recorded(out / RECORDING), progress=progress)
     sections = [
         page.learned(text, settings, trained),
-        *report.sections(text, answers),
+        *report.sections(text, answers, dropout=settings.dropout),
         page.costs(text, settings, ways.compare(text, settings, out / "ways", COMPARED, progress)),
     ]
     checked = check(text, settings, out / "slots", progress)

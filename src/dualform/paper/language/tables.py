@@ -57,6 +57,8 @@ class Place:
     """By BM25."""
     ending: int
     """So many tokens up to here are the prompt's last ones."""
+    state_rank: int | None
+    """Where the token that asks stands: the rank among all such positions by the hidden state's part of the attention alone."""
 
 
 @dataclass(frozen=True)
@@ -92,25 +94,38 @@ class Answer:
     agreement: dict[str, Agreement]
     """Attention beside "BM25" and beside "common ending"."""
     retrieved: Retrieved
+    same: int
+    """At so many positions the token that asks stands."""
     likely: list[tuple[str, float]]
     """The model's next tokens, with their probabilities."""
 
 
-def answer(text: Text, query: Query, attention: Scores, visits: Places, likely: Sequence[tuple[str, float]]) -> Answer:
-    """attention, visits (positions,): of the training text. likely: the next tokens, best first.
+def answer(
+    text: Text,
+    query: Query,
+    attention: Scores,
+    state: Scores,
+    visits: Places,
+    likely: Sequence[tuple[str, float]],
+) -> Answer:
+    """attention, state (its part of the hidden state), visits (positions,): of the training text. likely: the next tokens, best first.
 
     A query of the training text is left out of every ranking, with its surroundings.
     """
     ids, prompt, window = text.train.ids, query.prompt(text), WINDOW[text.unit]
     lexical = bm25(ids, prompt, window=window, n=N_GRAM[text.unit])
     ending = common_ending(ids, prompt, most=len(prompt))
+    same = ids == prompt[-1]
+    if query.part == "train":
+        same[query.position] = False
 
     def place(position: int) -> Place:
         one = text.passage(position, AROUND[text.unit])
         ranks = rank_of(attention, position), rank_of(lexical, position)
+        alike = rank_of(np.where(same, state, -np.inf), position) if same[position] else None
         return Place(
             position, one.title, one.before, one.token, one.after,
-            float(attention[position]), ranks[0], int(visits[position]), ranks[1], int(ending[position]),
+            float(attention[position]), ranks[0], int(visits[position]), ranks[1], int(ending[position]), alike,
         )  # fmt: skip
 
     own = None
@@ -136,6 +151,7 @@ def answer(text: Text, query: Query, attention: Scores, visits: Places, likely: 
             for name, scores in (("BM25", lexical), ("common ending", ending))
         },
         retrieved(ids, order(attention, BEST), ending, text.numbers[likely[0][0]]),
+        int(same.sum()),
         list(likely),
     )  # fmt: skip
 
@@ -147,10 +163,11 @@ def answered(recorded: Recorded, query: Query) -> Answer:
     last, unfinished epoch has visited once more.
     """
     tokens = torch.from_numpy(query.prompt(recorded.text).astype(np.int64))
-    by = recorded.scores(tokens)
+    by, state = recorded.scores(tokens), recorded.scores(tokens, part="recurrent")
     best = torch.topk(recorded.following(tokens), min(LIKELY, len(recorded.text.vocabulary)))
     likely = [(recorded.text.vocabulary[int(n)], float(p)) for p, n in zip(*best, strict=True)]
-    return answer(recorded.text, query, by.scores / np.maximum(by.visits, 1), by.visits, likely)
+    visits = np.maximum(by.visits, 1)
+    return answer(recorded.text, query, by.scores / visits, state.scores / visits, by.visits, likely)
 
 
 def _without(scores: Scores, places: slice) -> Scores:
