@@ -646,6 +646,9 @@ def paper(
     size: Annotated[Size, typer.Option(help="language: the paper's models, or small ones.")] = Size.paper,
     state_size: Annotated[int | None, typer.Option(min=1, help="language: width of the LSTM.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="language: train no longer than this.")] = None,
+    all_slots: Annotated[
+        bool, typer.Option("--slots", help="language: keep all slots, up to 20 GB, instead of totals per position.")
+    ] = False,
     predicted: Annotated[
         float, typer.Option(help="language: the share of tokens, drawn in each step, whose next token is predicted.")
     ] = 1.0,
@@ -659,11 +662,23 @@ def paper(
     from dualform.paper.settings import Order
 
     if experiment in LANGUAGE:
-        _language(LANGUAGE[experiment], out, data, size.value, steps, state_size, first, minutes, predicted, as_json)
+        _language(
+            LANGUAGE[experiment],
+            out,
+            data,
+            size.value,
+            steps,
+            state_size,
+            first,
+            minutes,
+            predicted,
+            all_slots,
+            as_json,
+        )
         return
-    if size is not Size.paper or state_size is not None or minutes is not None or predicted != 1:
+    if size is not Size.paper or state_size is not None or minutes is not None or predicted != 1 or all_slots:
         raise typer.BadParameter(
-            "--size, --state-size, --minutes and --predicted are for aesop, wikitext-2 and language.",
+            "--size, --state-size, --minutes, --slots and --predicted are for aesop, wikitext-2 and language.",
             param_hint="--size",
         )
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
@@ -729,6 +744,7 @@ def _language(
     seed: int,
     minutes: float | None,
     predicted: float,
+    all_slots: bool,
     as_json: bool,
 ) -> None:
     """The paper's language experiments: the recordings stay, for `dualform passages`."""
@@ -739,19 +755,31 @@ def _language(
     given = {"--size": size, "--steps": steps, "--state-size": state, "--seed": seed or None, "--minutes": minutes}
     given |= {"--predicted": predicted if predicted != 1 else None}
     said = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
+    said += " --slots" if all_slots else ""
     pages = {}
     for name in names:
         settings = settings_for(name, size, steps=steps, state=state, seed=seed, predicted=predicted)
         text, folder = load(name, data), out / name
         nbytes = 4 * settings.shape(len(text.vocabulary)).key * len(text.train)
+        kept = (
+            "all slots, up to 20 GB" if all_slots else f"{nbytes / 1e9:.2f} GB of totals (in memory, then on the disk)"
+        )
         limit = "" if minutes is None else f" or {minutes:g} minutes"
         print(
-            f"{name}: {settings.steps} steps{limit}, {nbytes / 1e9:.2f} GB of totals (in memory, then on the disk); results in {folder}",
+            f"{name}: {settings.steps} steps{limit}, {kept}; results in {folder}",
             file=sys.stderr,
         )
         with _progress() as progress:
             command = f"dualform paper {name} {said}"
-            pages[name] = run(text, settings, folder, minutes=minutes, command=command, progress=progress)
+            pages[name] = run(
+                text,
+                settings,
+                folder,
+                keep="slots" if all_slots else "totals",
+                minutes=minutes,
+                command=command,
+                progress=progress,
+            )
     if as_json:
         _print_json({name: str(page) for name, page in pages.items()})
     else:

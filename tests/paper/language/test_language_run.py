@@ -65,8 +65,18 @@ def test_pages(tiny, tmp_path):
     assert "⟦" in asked.stdout
 
 
-@pytest.mark.parametrize("option", [["--size", "small"], ["--state-size", 3], ["--minutes", 1], ["--predicted", 0.5]])
+@pytest.mark.parametrize(
+    "option", [["--size", "small"], ["--state-size", 3], ["--minutes", 1], ["--predicted", 0.5], ["--slots"]]
+)
 def test_options_of_the_language_experiments(option):
     found = call("paper", "joint", *option)
     assert found.exit_code == 2
     assert "are for aesop, wikitext-2 and language" in found.output
+
+
+def test_a_page_of_all_slots(tiny, tmp_path):
+    found = call("paper", "aesop", "--size", "small", "--steps", 2, "--state-size", 8, "--slots", "--out", tmp_path)
+    assert found.exit_code == 0, found.output
+    assert "all slots in float16" in (tmp_path / "aesop" / "index.md").read_text()
+    asked = call("passages", tmp_path / "aesop" / "recording", "--prompt", "The", "--absolute", "--gate", "i")
+    assert asked.exit_code == 0, asked.output

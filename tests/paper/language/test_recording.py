@@ -49,6 +49,16 @@ def test_another_training_is_not_overwritten(tmp_path, story):
         train(story, replace(SETTINGS, lr=0.5), tmp_path / "run")
 
 
+def test_all_slots_stay_within_their_bound(tmp_path, story, monkeypatch):
+    monkeypatch.setattr(recording, "BOUND", 3.5 * SETTINGS.slot_bytes)
+    _, trained = train(story, SETTINGS, tmp_path / "run", keep="slots")
+    assert trained.steps == 3
+    slots = sum(
+        chunk.files["slots.safetensors"].size for chunk in dualform.open(tmp_path / "run").store.manifest.chunks
+    )
+    assert 0 < slots - 3 * SETTINGS.slot_bytes < 2000  # header, blocks and gradients of the biases
+
+
 def test_no_longer_than_this(tmp_path, story):
     _, trained = train(story, SETTINGS, tmp_path / "run", minutes=0)
     assert trained.steps == 1

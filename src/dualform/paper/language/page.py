@@ -7,12 +7,12 @@ from typing import Any
 
 from dualform.paper.language.checks import Checked, Pushed
 from dualform.paper.language.marking import escaped, marked
-from dualform.paper.language.recording import Trained
+from dualform.paper.language.recording import BOUND, Trained
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.showing import visible
 from dualform.paper.language.text import Text
 from dualform.paper.language.training import bits, perplexity
-from dualform.paper.language.ways import BOUND, Costs
+from dualform.paper.language.ways import Costs
 from dualform.paper.section import Section, table
 
 MEASURES = {"character": ("bits per character", bits), "word": ("perplexity", perplexity)}
@@ -35,6 +35,11 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
             f"the output layer, nearly all of the cost with this vocabulary, runs on a part."
         )
     )
+    kept = (
+        f"{len(text.train):,} positions × {shape.key} numbers × 4 bytes, snapshots and the weights; it would not grow with more steps"
+        if trained.keep == "totals"
+        else f"all slots in float16; training ends where they would take more than {BOUND / 1e9:.0f} GB"
+    )
     said = (
         f"{len(text.train):,} {text.unit}s of training text, {len(text.test):,} of test text, vocabulary {len(text.vocabulary):,}. "
         f"Embedding {shape.embedding}{between} → LSTM {shape.state} → Linear{dropout}; Adam, learning rate {settings.lr:g}{decay}, gradients "
@@ -42,8 +47,7 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
         f"probability {settings.forget:g}; seed {settings.seed}.{share}\n\n"
         f"After **{trained.steps:,} steps** (each position was read {visits:.1f} times; {trained.seconds / 60:.0f} minutes with "
         f"recording): **{measure(trained.test):.2f} {name}** on the whole test text. The "
-        f"recording takes {trained.nbytes / 1e9:.2f} GB: {len(text.train):,} positions × {shape.key} numbers × 4 bytes, snapshots and the weights; it "
-        f"would not grow with more steps."
+        f"recording takes {trained.nbytes / 1e9:.2f} GB: {kept}."
     )
     curves = {
         "training text, as it was read": _curve(trained.losses, measure),

@@ -25,6 +25,8 @@ from dualform.paper.language.training import adam, evaluate, start, train_step
 Progress = Callable[[str, int, int], None]
 TRAINED, CHECKPOINT = "trained.json", "checkpoint-{step}.safetensors"
 CHECKPOINT_SECONDS = 600.0
+BOUND = 20e9
+"""What all slots may take on the disk."""
 CURVE_POINTS, CURVE_TOKENS = 40, 10_000
 """The learning curve: so many points, each measured on so many tokens of the test text."""
 
@@ -69,7 +71,12 @@ def train(
     minutes: float | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[LanguageModel, Trained]:
-    """Train and record until settings.steps, or for so many minutes. What a checkpoint holds is not done again."""
+    """Train and record until settings.steps, or for so many minutes. What a checkpoint holds is not done again.
+
+    keep: "totals" per position, or "slots": all of them, as many steps as BOUND has room for.
+    """
+    if keep == "slots":
+        settings = replace(settings, steps=max(1, min(settings.steps, int(BOUND / settings.slot_bytes))))
     model = built(settings.shape(len(text.vocabulary)), settings.seed)
     optimizer, state = adam(model, settings), start(model, settings.batch)
     trained = Trained(replace(settings, steps=0).to_dict(), keep)

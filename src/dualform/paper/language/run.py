@@ -31,13 +31,17 @@ def run(
     settings: Settings,
     out: Path,
     *,
+    keep: str = "totals",
     minutes: float | None = None,
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Train with totals, ask, compare the ways to record, check with all slots; gives the page. The totals stay: `dualform passages`."""
+    """Train with recording, ask, compare the ways to record, check with all slots; gives the page. The recording stays: `dualform passages`.
+
+    keep: "totals" per position, or all "slots" of as many steps as 20 GB hold.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    _, trained = train(text, settings, out / RECORDING, minutes=minutes, progress=progress)
+    _, trained = train(text, settings, out / RECORDING, keep=keep, minutes=minutes, progress=progress)
     answers = report.ask(Recorded(out / RECORDING), progress=progress)
     sections = [
         page.learned(text, settings, trained),

@@ -43,6 +43,11 @@ class Settings:
         """Of one step."""
         return self.batch * self.window
 
+    @property
+    def slot_bytes(self) -> int:
+        """That all slots of a step take in float16: keys, and the gates' error signals, with an exponent each."""
+        return 2 * self.tokens * (self.shape(0).key + 4 * self.state + 2)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

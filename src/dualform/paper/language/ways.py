@@ -13,14 +13,12 @@ import dualform
 from dualform.paper.language.beside import COLUMN
 from dualform.paper.language.model import built
 from dualform.paper.language.reading import batch
-from dualform.paper.language.recording import Progress, options
+from dualform.paper.language.recording import BOUND, Progress, options
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.text import Text
 from dualform.paper.language.training import adam, start, train_step
 
 WAYS = ("bare", "totals", "slots")
-BOUND = 20e9
-"""What all slots may take on the disk."""
 
 
 @dataclass
