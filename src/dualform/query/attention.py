@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from dualform.query.pruned import Bounds, Wanted, best_of, spread
 from dualform.query.ranking import Best, Way, ranked_by
 from dualform.query.sketch import MOST
 from dualform.query.visits import Visits, keys_of, visits_of
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -40,6 +42,9 @@ class LayerAttention(Answer):
         super().__init__(store, layer, end, {"query": examples, "position": positions}, dtype)
         self.queries, self._columns = queries, tuple(columns)
         self._stored: tuple[slice, Tensor] | None = None
+        self._mapped = layer.form != "vectors" or store.manifest.dtype == str(dtype).removeprefix("torch.")
+        self._room = Room(dtype)
+        """Where keys are decoded, if they cannot be used as they are stored: fresh memory would take longer than decoding."""
         self._flat = queries.reshape(-1, queries.shape[-1]).to("cpu", dtype)
 
     def __repr__(self) -> str:
@@ -110,8 +115,12 @@ class LayerAttention(Answer):
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
         if chunk.key_numbers is None:
-            return chunk.keys(self._dtype, low, high).dot(self._flat[queries], self._columns)
+            keys = chunk.keys(self._dtype, low, high) if self._mapped else self._decoded(chunk, low, high)
+            return keys.dot(self._flat[queries], self._columns)
         return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
+
+    def _decoded(self, chunk: SlotChunk, low: int, high: int) -> Vectors:
+        return Vectors(chunk.some_keys(np.arange(low, high), self._room))
 
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
         view = find(self._store, columns, self._end, deltas=False)
