@@ -31,6 +31,6 @@ if __name__ == "__main__":
     )
     axis.set_xscale("log")
     axis.axvline(1, color="grey", linewidth=0.8)
-    axis.set_xlabel("our time / theirs (blue: a peer, red: a limit of the machine); | is what we aim to be left of")
+    axis.set_xlabel("our time / theirs (blue: a peer, red: a limit); | : what we aim to be left of", fontsize=8)
     axis.grid(axis="x", alpha=0.3)
     figure.savefig(FIGURE, dpi=150)

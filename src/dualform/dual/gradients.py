@@ -214,8 +214,11 @@ class Replayed:
                     taken = torch.from_numpy(kept[start:end] if which == "kept" else ~kept[start:end])
                     if not bool(taken.any()):
                         continue
-                    errors = errors * taken.unsqueeze(1)
-                    keys = weighted_parts(keys, layer, taken)
+                    if isinstance(keys, Vectors) and layer.form == "vectors":
+                        keys, errors = keys.some(taken), errors[taken]
+                    else:
+                        errors = errors * taken.unsqueeze(1)
+                        keys = weighted_parts(keys, layer, taken)
                 for use in layer.uses:
                     if use.parameter == self.updates.parameter:
                         yield factor, use, layer, keys, errors

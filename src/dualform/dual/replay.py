@@ -53,29 +53,38 @@ def moment(store: Store, parameter: str, step: int, kind: Kind, rows: Rows | Non
     return Moment(weight, average, {name: found[name] for name in kind.shared})
 
 
-def step_on(now: Moment, kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:
-    """Do one update; gives it as a linear map."""
+def step_on(now: Moment, kind: Kind, settings: dict[str, float], gradient: Tensor, *, walk: bool = True) -> Linear:
+    """Do one update; gives it as a linear map. walk=False: only what updates share goes on, not the weight."""
     sign, decay, _ = outer(settings)
     pushed = gradient if sign > 0 else -gradient
     if decay:
         pushed = pushed.add(now.weight, alpha=decay)
     linear = kind.linear(settings, now.shared, pushed)
-    linear.apply(now.weight, now.average, gradient)
+    if walk:
+        linear.apply(now.weight, now.average, gradient)
     return linear
 
 
 def forward(
-    store: Store, updates: Updates, keep: Keep | None = None, on_each: Callable[[Linear], None] | None = None
+    store: Store,
+    updates: Updates,
+    keep: Keep | None = None,
+    on_each: Callable[[Linear], None] | None = None,
+    *,
+    only_masked: bool = False,
 ) -> tuple[Moment, Moment]:
     """The parameter at the end of the updates, from the snapshot where they begin: as it was trained, and what the slots that
-    take part make of it (without a mask the same). on_each: called with each update.
+    take part make of it (without a mask the same). on_each: called with each update. only_masked: the first is not asked for,
+    so it is walked along only where decay makes the weight a part of its gradient.
     """
     kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
-    for place in range(len(updates.steps)):
+    settings = [updates.at(place) for place in range(len(updates.steps))]
+    walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
+    for place, some in enumerate(settings):
         full, kept = gradients(place)
-        linear = step_on(now, kind, updates.at(place), full)
+        linear = step_on(now, kind, some, full, walk=walk)
         if kept is not None:
             linear.apply(masked.weight, masked.average, kept)
         if on_each is not None:

@@ -53,7 +53,7 @@ def rebuilt(store: Store, parameter: str, *, begin: int, end: int, keep: Keep | 
     """Initial part + what the slots that take part wrote, float64; of a layer with outputs=, those rows."""
     updates = updates_of(store, parameter, begin=begin, end=end)
     if is_elementwise(updates):
-        return forward(store, updates, keep)[1].weight.double()
+        return forward(store, updates, keep, only_masked=True)[1].weight.double()
     found = walked(updates)
     if store.is_vector(parameter):
         return _rebuilt_small(store, parameter, found, keep)
