@@ -94,6 +94,11 @@ def _guide(unit: str) -> str:
         f"near any of the {OUTSIDE:,} most attended positions. A prompt has {PROMPT[unit]} {unit}s, or what the paper shows if that is more.\n\nThe text of "
         f"the paper that we have shows the highlighted tokens of Tables 3 and 4 only. There it is the last one that the query and its passages have "
         f"in common, and so it was taken in the others."
+        + (
+            " Table 6's caption speaks of “principal”, which was asked first: its passages have other words there, and are then far behind."
+            if unit == "word"
+            else ""
+        )
     )
 
 
