@@ -267,6 +267,8 @@ def test_totals_make_edits_fast(tmp_path):
     assert [group["fast"] for group in client.get("/api/run")["groups"]] == [True]
     fast = client.get("/api/edit", input="test:3", drop="label = 3")
     assert (slow["fast"], fast["fast"]) == (False, True)
+    deep = client.get("/api/edit", input="test:3", drop=f"label{'+0' * 500} = 3")  # deeper than Python likes
+    assert deep["dropped_rows"] == fast["dropped_rows"]
     one, other = ({unit["unit"]: unit["probability"] for unit in found["after"]["units"]} for found in (slow, fast))
     assert one == pytest.approx(other, abs=1e-4)
 

@@ -30,6 +30,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     422: {"model": forms.Problem, "description": "A parameter is missing or not what it should be."},
     503: {"model": forms.Problem, "description": "Too many questions at once."},
 }
+CONDITION = 1500
+"""The longest condition: a sum of 2000 terms would keep Polars busy for a minute."""
 Input = Annotated[
     str,
     Query(
@@ -40,7 +42,9 @@ Layer = Annotated[str, Query(max_length=300, description="The name of a recorded
 Drop = Annotated[
     str,
     Query(
-        max_length=4000, min_length=1, description='A condition on the rows\' columns and `step`, in SQL: "label = 7".'
+        max_length=CONDITION,
+        min_length=1,
+        description='A condition on the rows\' columns and `step`, in SQL: "label = 7".',
     ),
 ]
 Few = Annotated[int, Query(ge=1, le=60, description="How many.")]
@@ -60,7 +64,7 @@ class Work(BaseModel):
     )
     input: str = Field(default="", max_length=1100, description="edit, influence: the input.")
     target: int = Field(default=0, ge=0, le=10_000_000, description="influence: the output.")
-    drop: str = Field(default="", max_length=4000, description="edit: the condition, in SQL.")
+    drop: str = Field(default="", max_length=CONDITION, description="edit: the condition, in SQL.")
 
 
 def application(session: Session) -> FastAPI:

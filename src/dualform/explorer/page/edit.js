@@ -71,7 +71,7 @@ function switches(run, parameters, drop, signal, refresh) {
   const slow = run.groups.filter((group) => !group.fast && group.column === run.label);
   const building = h("div", {});
   const [from, to] = [h("input", { type: "number", min: 0, max: run.steps, value: parameters.get("from") ?? "", placeholder: "0" }), h("input", { type: "number", min: 0, max: run.steps, value: parameters.get("to") ?? "", placeholder: String(run.steps - 1) })];
-  const sql = h("input", { type: "text", value: parameters.get("sql") ?? "", placeholder: `${run.label || "step"} = 7 AND step > 100`, spellcheck: "false", maxlength: 2000, onchange: (event) => set({ sql: event.target.value }) });
+  const sql = h("input", { type: "text", value: parameters.get("sql") ?? "", placeholder: `${run.label || "step"} = 7 AND step > 100`, spellcheck: "false", maxlength: 1000, onchange: (event) => set({ sql: event.target.value }) });
   const one = h("input", { type: "text", placeholder: run.by.join(" / "), maxlength: 200 });
   const addOne = () => { const key = one.value.split("/").map((part) => part.trim()); if (key.length === run.by.length && key[0] !== "") set({ example: [...parameters.getAll("example"), JSON.stringify(key.map((part) => (/^-?\d+$/.test(part) ? Number(part) : part)))] }); else { one.setCustomValidity(`Give ${run.by.join(" / ")}.`); one.reportValidity(); one.setCustomValidity(""); } };
   return h("section", { class: "card", "aria-label": "What is switched off" }, h("h2", {}, "Switch memory off"), h("p", { class: "note", style: { "margin-top": "10px" } }, SENTENCE),
