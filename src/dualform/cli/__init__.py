@@ -1,0 +1,9 @@
+"""The command line: `dualform --help` lists what there is to ask.
+
+Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
+"""
+
+from dualform.cli import paper, questions, runs  # each enters its commands
+from dualform.cli.base import app
+
+__all__ = ["app", "paper", "questions", "runs"]

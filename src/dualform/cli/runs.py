@@ -1,0 +1,224 @@
+"""Commands for a recording: make one, look at it, verify it, total it, export it, show it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from dualform.cli.base import FAILED, Data, Json, Run, app, one_line_errors, print_json, progress_bars
+
+if TYPE_CHECKING:
+    pass
+
+
+class Kind(str, Enum):
+    """What totals keep of a group."""
+
+    keys = "keys"
+    deltas = "deltas"
+    both = "both"
+
+
+@app.command()
+@one_line_errors
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the recording and the figure.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Decides the split, the first weights and the order.")] = 0,
+    figure: Annotated[bool, typer.Option("--figure/--no-figure", help="Draw sources.png and sources.svg.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Train a digits network with recording, verify it, and show where two of its answers come from."""
+    from dualform.demo import Settings, run
+    from dualform.terminal import show_demo
+
+    with progress_bars() as progress:
+        found = run(out, Settings(seed=seed), progress)
+        drawn: list[Path] = []
+        if figure:
+            from dualform.figures.sources import save
+
+            progress("drawing", 0, 1)
+            drawn = save([found.right, found.wrong], out / "sources")
+            progress("drawing", 1, 1)
+    if as_json:
+        print_json({**found.to_dict(), "figures": [str(path) for path in drawn]})
+    else:
+        show_demo(Console(), found, drawn)
+    if not found.certificate.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+@one_line_errors
+def info(run: Run, as_json: Json = False) -> None:
+    """Say what a recording holds."""
+    import dualform
+    from dualform.terminal import show_info
+
+    found = dualform.open(run).info()
+    if as_json:
+        print_json(found)
+    else:
+        show_info(Console(), found)
+
+
+@app.command()
+@one_line_errors
+def verify(
+    run: Run,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Verify the network as it was after this many steps.", show_default="the end"),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="So many parameters or segments of training at a time.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Compare each recorded parameter with its dual form. Exits with 1 unless all of them pass."""
+    import dualform
+    from dualform.terminal import show_certificate
+
+    dual = dualform.open(run)
+    if step is not None:
+        dual = dual.until(step)
+    with progress_bars() as progress:
+        certificate = dual.verify(workers=workers, progress=progress)
+    if as_json:
+        print(certificate.to_json())
+    else:
+        show_certificate(Console(), certificate)
+    if not certificate.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+@one_line_errors
+def totals(
+    run: Run,
+    by: Annotated[
+        list[str], typer.Option(help="The column that makes the groups; several make one grouping.", show_default=False)
+    ],
+    kind: Annotated[
+        Kind, typer.Option(help="keys: key sums; deltas: each group's part of the weights; both.")
+    ] = Kind.both,
+    as_json: Json = False,
+) -> None:
+    """Build totals from a recording's slots and keep them with it. Totals that are there stay."""
+    if len(set(by)) < len(by):
+        raise typer.BadParameter("each column is given once.", param_hint="--by")
+
+    import dualform
+    from dualform.terminal import show_totals
+
+    with progress_bars() as progress:
+        dualform.build_totals(run, by, kind=kind.value, progress=progress)
+    store = dualform.open(run).store
+    kept = store.manifest.totals
+    assert kept is not None  # just built
+    number = [grouping.columns for grouping in kept.groupings].index(tuple(by))
+    built = {"by": by, "kind": kept.groupings[number].kind, "groups": store.groups(number).height}
+    nbytes = sum(file.size for file in kept.files.values())
+    if as_json:
+        print_json({**built, "groupings": len(kept.groupings), "bytes": nbytes})
+    else:
+        show_totals(Console(), built, len(kept.groupings), nbytes)
+
+
+@app.command()
+@one_line_errors
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option(help="Folder for the Parquet files; made if need be.", show_default=False)],
+    queries: Annotated[
+        Path | None,
+        typer.Option(help="Query vectors of a layer: .npy, .safetensors or .parquet.", show_default=False),
+    ] = None,
+    layer: Annotated[
+        str | None, typer.Option(help="The layer that the query vectors belong to.", show_default=False)
+    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="So many slots for each query.", show_default="10")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The attention weights of all slots.")] = False,
+    where: Annotated[
+        str | None, typer.Option(help='Only these rows and slots: SQL, e.g. "label = 7 and step >= 100".')
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the rows, and the attention weights for given query vectors, to Parquet."""
+    if (queries is None) != (layer is None):
+        given, missing = ("--layer", "--queries") if queries is None else ("--queries", "--layer")
+        raise typer.BadParameter(f"{given} needs {missing} beside it.", param_hint=missing)
+    if queries is None and (top is not None or everything):
+        raise typer.BadParameter("--top and --all need --queries FILE and --layer NAME.", param_hint="--queries")
+    if top is not None and everything:
+        raise typer.BadParameter("give one of --top and --all.", param_hint="--top")
+
+    import dualform
+    from dualform import exports
+
+    dual = dualform.open(run)
+    vectors = None if queries is None or layer is None else exports.read_queries(queries, layer)
+    if to.exists() and not to.is_dir():
+        raise typer.BadParameter(f"{to} is a file; expected a folder.", param_hint="--to")
+    to.mkdir(parents=True, exist_ok=True)
+    with progress_bars() as progress:
+        written = {"rows": exports.write_rows(dual, to, where=where)}
+        if vectors is not None and layer is not None:
+            if everything:
+                found = exports.write_all(dual, layer, vectors, to, where=where, progress=progress)
+            else:
+                found = exports.write_top(dual, layer, vectors, to, k=top or 10, where=where)
+            written["attention"] = found
+    if as_json:
+        print_json({name: {"path": str(one.path), "lines": one.lines} for name, one in written.items()})
+    else:
+        for name, one in written.items():
+            print(f"{name}: {one.lines:,} lines in {one.path}")
+
+
+@app.command()
+@one_line_errors
+def explore(
+    run: Run,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Another than this machine's own needs the token that is printed.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    data: Data = None,
+) -> None:
+    """Show a run of the demo or the paper in the browser: where predictions come from, and what happens without some memory."""
+    from dualform.explorer.runs import find
+    from dualform.explorer.server import Server
+    from dualform.explorer.session import Session
+
+    server = Server(Session(find(run, data)), host=host, port=port).start()
+    print(f"dualform explorer: {server.url}   (Ctrl-C ends it)", flush=True)
+    if browser:
+        server.open_browser()
+    server.wait()
+
+
+@app.command()
+@one_line_errors
+def report(
+    run: Run,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to be written.")] = Path("report.html"),
+    test: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="The number of a test example; several may be given.", show_default="right and wrong ones"
+        ),
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Write the explorer's views of some test examples into one file that opens without a server."""
+    from dualform.explorer.report import write
+    from dualform.explorer.runs import find
+    from dualform.explorer.session import Session
+
+    with progress_bars() as progress:
+        written = write(Session(find(run, data)), out, tests=test, progress=progress)
+    print(f"{out}: {written.examples} test examples, {written.nbytes / 1e6:.1f} MB")
