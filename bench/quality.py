@@ -1,6 +1,6 @@
 """Which answers foretell retraining? The LDS of each view and peer on five runs, planted wrong labels, leave few out, tail-patch.
 
-python bench/quality.py lds --rows digits-sgd,… [--seeds 2] [--views whitened,kernel,…] [--folder runs/quality] [--repeats N]
+python bench/quality.py lds --rows digits-sgd,… [--seeds 2] [--views whitened,kernel,…] [--subsets N] [--repeats N]
 python bench/quality.py flips | few | patch
 python bench/quality.py table
 
@@ -15,6 +15,7 @@ import json
 import shutil
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from dualform.evaluate.subsets import Subsets
 from dualform.evaluate.tailpatch import tail_patch
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
-VIEWS = "attention,contribution,whitened,kernel,sketch,kronfluence,kronfluence-5,tracin,trak"
-PEER = "kronfluence"
+VIEWS = "attention,contribution,whitened,kernel,sketch,kronfluence,kronfluence-damped,kronfluence-5,tracin,trak"
+RIVALS = ("kronfluence", "kronfluence-5")
+"""What the others' scores are divided by."""
 FIRST_SEED = 100
 """Of the recorded runs: other seeds than those of the trainings on subsets."""
 FLIPS = {"digits-sgd": 100, "fashion-cnn": 60}
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--views", default=VIEWS)
     parser.add_argument("--repeats", type=int, help="trainings on each subset; default: the setting's")
+    parser.add_argument("--subsets", type=int, help="how many; default: the setting's")
     parser.add_argument("--folder", type=Path, default=Path("runs/quality"))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -79,9 +82,9 @@ def lds(given: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in given.rows.split(","):
         setting, study = studies.SETTINGS[name], studies.study(name)
-        repeats = given.repeats or setting.repeats
+        count, repeats = given.subsets or setting.subsets, given.repeats or setting.repeats
         ids = torch.arange(len(setting.data().inputs))
-        subsets = Subsets(ids, setting.subsets, repeats)
+        subsets = Subsets(ids, count, repeats)
         flat = Retrained(study, given.folder / "retrained" / name).outcomes(subsets.jobs(), _say)
         truth = Truth(subsets.kept(), subsets.outcomes(flat))
         seeds = range(given.seeds)
@@ -94,12 +97,13 @@ def lds(given: argparse.Namespace) -> dict[str, Any]:
                 by_view[view] = [truth.lds(one["scores"]) for one in scores]
                 views[view] |= _told(_pooled(by_view[view])) | {"seeds": [one.interval.value for one in by_view[view]]}
         for view, known in by_view.items():
-            if PEER in by_view:
-                views[view]["ratio"] = vars(_pooled(known).ratio(_pooled(by_view[PEER])))
+            views[view]["ratios"] = {
+                rival: vars(_pooled(known).ratio(_pooled(by_view[rival]))) for rival in RIVALS if rival in by_view
+            }
         found[name] = {
             "views": views,
             "ceiling": truth.ceiling(),
-            "subsets": setting.subsets,
+            "subsets": count,
             "repeats": repeats,
             "samples": len(ids),
             "examples": truth.outcomes.shape[2],
@@ -205,19 +209,32 @@ def patch(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """docs/quality.md's table of LDS: a line for each view, a column for each run."""
+    """docs/quality.md's tables: the LDS with the processor's seconds, and how many times the rivals' it is."""
     rows = {name: results["lds"][name] for name in studies.SETTINGS if name in results["lds"]}
-    lines = [f"| view | {' | '.join(rows)} |", f"|---|{'---|' * len(rows)}"]
-    for view in VIEWS.split(","):
-        cells = []
-        for row in rows.values():
-            one = row["views"].get(view, {})
-            score = f"{one['lds']:.3f} ({one['low']:.3f}–{one['high']:.3f})" if "lds" in one else "–"
-            times = f" · ×{one['ratio']['value']:.2f}" if "ratio" in one and view != PEER else ""
-            cells.append(f"{score}{times}<br>{np.mean(one['seconds']):.1f} s" if "lds" in one else score)
-        lines.append(f"| {view} | {' | '.join(cells)} |")
-    ceilings = (f"{row['ceiling']:.2f}" if row["ceiling"] else "–" for row in rows.values())
-    return "\n".join([*lines, f"| ceiling set by retraining noise | {' | '.join(ceilings)} |"])
+    head = [f"| | {' | '.join(rows)} |", f"|---|{'---|' * len(rows)}"]
+
+    def line(title: str, cells: Iterable[str]) -> str:
+        return f"| {title} | {' | '.join(cells)} |"
+
+    def score(row: dict[str, Any], view: str) -> str:
+        one = row["views"].get(view, {})
+        if "lds" not in one:
+            return "–"
+        return f"{one['lds']:.3f} ({one['low']:.3f}–{one['high']:.3f})<br>{np.mean(one['seconds']):.1f} s"
+
+    def times(row: dict[str, Any], view: str, rival: str) -> str:
+        one = row["views"].get(view, {}).get("ratios", {}).get(rival)
+        return f"{one['value']:.2f} ({one['low']:.2f}–{one['high']:.2f})" if one else "–"
+
+    lines = [line(view, (score(row, view) for row in rows.values())) for view in VIEWS.split(",")]
+    ceilings = (f"{row['ceiling']:.2f}" if row["ceiling"] else "not measured" for row in rows.values())
+    lines.append(line("ceiling set by retraining noise", ceilings))
+    lines.append(line("subsets × trainings", (f"{row['subsets']} × {row['repeats']}" for row in rows.values())))
+    ratios = [
+        line(f"{view} / {rival}", (times(row, view, rival) for row in rows.values()))
+        for view, rival in (("whitened", RIVALS[0]), ("kernel", RIVALS[0]), ("kernel", RIVALS[1]))
+    ]
+    return "\n".join([*head, *lines, "", *head, *ratios])
 
 
 def _say(what: str, done: int, total: int) -> None:

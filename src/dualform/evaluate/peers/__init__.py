@@ -31,12 +31,13 @@ def _quiet(view: View) -> View:
 
 PEERS: dict[str, View] = {
     "kronfluence": _quiet(kronfluence()),
+    "kronfluence-damped": _quiet(kronfluence(damping=None)),
     "kronfluence-5": _quiet(kronfluence(checkpoints=5)),
     "tracin": _quiet(tracin()),
     "trak": _quiet(trak()),
 }
-"""kronfluence-5: averaged over five moments of training."""
-PACKAGES = {"kronfluence": "kronfluence", "kronfluence-5": "kronfluence", "tracin": "captum", "trak": "trak"}
+"""kronfluence-damped: by a tenth of the mean eigenvalue, its other choice; kronfluence-5: averaged over five moments of training."""
+PACKAGES = {name: "captum" if name == "tracin" else name.split("-")[0] for name in PEERS}
 
 
 def installed() -> list[str]:
