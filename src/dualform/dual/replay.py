@@ -72,13 +72,15 @@ def forward(
     on_each: Callable[[Linear], None] | None = None,
     *,
     only_masked: bool = False,
+    first: Moment | None = None,
 ) -> tuple[Moment, Moment]:
     """The parameter at the end of the updates, from the snapshot where they begin: as it was trained, and what the slots that
     take part make of it (without a mask the same). on_each: called with each update. only_masked: the first is not asked for,
-    so it is walked along only where decay makes the weight a part of its gradient.
+    so it is walked along only where decay makes the weight a part of its gradient. first: the moment where they begin, which moves
+    on, instead of a snapshot.
     """
     kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
-    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    now = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
     walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)

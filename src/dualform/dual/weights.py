@@ -10,13 +10,16 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
 from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts, whole
-from dualform.dual.replay import Backward, forward
+from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+
+Reached = dict[str, tuple[int, Moment]]
+"""By parameter: after which step, and what it is there."""
 
 
 def initial_part(store: Store, parameter: str, found: Coefficients, rows: Rows | None = None) -> Tensor:
@@ -49,11 +52,22 @@ def values(chunk: SlotChunk, found: Coefficients, low: int, high: int, dtype: to
     return chunk.errors(dtype, low, high) * scaled(chunk, found, low, high, dtype)
 
 
-def rebuilt(store: Store, parameter: str, *, begin: int, end: int, keep: Keep | None = None) -> Tensor:
-    """Initial part + what the slots that take part wrote, float64; of a layer with outputs=, those rows."""
+def rebuilt(
+    store: Store, parameter: str, *, begin: int, end: int, keep: Keep | None = None, reached: Reached | None = None
+) -> Tensor:
+    """Initial part + what the slots that take part wrote, float64; of a layer with outputs=, those rows.
+
+    reached: how far walks through training have come without a mask; this one goes on from there, and writes down where it ends.
+    """
     updates = updates_of(store, parameter, begin=begin, end=end)
     if is_elementwise(updates):
-        return forward(store, updates, keep, only_masked=True)[1].weight.double()
+        if reached is None or keep is not None:
+            return forward(store, updates, keep, only_masked=True)[1].weight.double()
+        step, first = reached.get(parameter, (-1, None))
+        on = begin <= step <= end
+        now, _ = forward(store, updates.between(step, end) if on else updates, first=first if on else None)
+        reached[parameter] = end, now
+        return now.weight.to(torch.float64, copy=True)
     found = walked(updates)
     if store.is_vector(parameter):
         return _rebuilt_small(store, parameter, found, keep)

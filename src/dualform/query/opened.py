@@ -22,7 +22,7 @@ from dualform.dual.gradients import Keep, compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.totals import find
-from dualform.dual.weights import rebuilt
+from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import (
     InexactWarning,
     ModelMismatchError,
@@ -237,12 +237,12 @@ class Dual:
                 f'influence() needs slots, but {self.store.folder} keeps totals only. Record with keep="slots".'
             )
         self._warn()
-        chosen = self._chosen(layers)
+        chosen, reached = self._chosen(layers), Reached()
         return estimate(
             self.store,
             [layer for layer in self._recorded() if layer.name in chosen],
             self.end_step,
-            self.at_step,
+            lambda step: self._with(self._weights_at(step, reached=reached)),
             inputs,
             rows,
             target,
@@ -476,8 +476,13 @@ class Dual:
             self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype, progress=progress
         )
 
-    def _weights_at(self, step: int, progress: certificate.Progress | None = None) -> dict[str, Tensor]:
-        """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot."""
+    def _weights_at(
+        self, step: int, progress: certificate.Progress | None = None, reached: Reached | None = None
+    ) -> dict[str, Tensor]:
+        """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot.
+
+        reached: for several moments, one after the other.
+        """
         nearest = max(s for s in self.store.snapshot_steps() if s <= step)
         snapshot = self.store.snapshot(nearest)
         weights = {name.removeprefix("model."): snapshot[name] for name in snapshot if name.startswith("model.")}
@@ -498,7 +503,7 @@ class Dual:
             )
         for name in _counted("rebuilding", [p.name for p in self.store.manifest.parameters], progress):
             self._whole(name, f"the network after step {step}")
-            weights[name] = rebuilt(self.store, name, begin=nearest, end=step)
+            weights[name] = rebuilt(self.store, name, begin=nearest, end=step, reached=reached)
         return weights
 
     def _aliases(self) -> set[str]:
