@@ -3,8 +3,10 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from dualform.errors import StudyError
-from dualform.evaluate.study import LogLikelihood, Margin, find
+import dualform
+from dualform.errors import QuestionError
+from dualform.evaluate.study import LogLikelihood, Margin
+from dualform.named import find
 
 
 def test_margin_is_the_logit_of_the_probability():
@@ -26,12 +28,12 @@ def test_log_likelihood_is_the_mean_over_a_passage():
 
 
 def test_a_study_by_its_name():
-    assert find("tiny:study").train is tiny.train
+    assert find("tiny:study", dualform.Study, "a dualform.Study").train is tiny.train
     for named, why in {
         "tiny": "expected MODULE:NAME",
         "tiny:nothing": "cannot be found",
         "no_such:study": "cannot be found",
         "tiny:SAMPLES": "is int; expected a dualform.Study",
     }.items():
-        with pytest.raises(StudyError, match=why):
-            find(named)
+        with pytest.raises(QuestionError, match=why):
+            find(named, dualform.Study, "a dualform.Study")

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dualform.cli.base import Json, Run, app, one_line_errors, print_json, progress_bars
+from dualform.named import find
 
 if TYPE_CHECKING:
     import polars as pl
@@ -80,12 +81,13 @@ def influence(
 
     Curvature is built from the recording's slots at the first question and kept beside them.
     """
+    from torch import nn
+
     import dualform
     from dualform import exports
-    from dualform import named as names
     from dualform.terminal import show_influence
 
-    dual = dualform.open(run, names.model(named))
+    dual = dualform.open(run, find(named, nn.Module, "an nn.Module"))
     inputs = exports.read_inputs(test, dual)
     with progress_bars() as progress:
         chosen = None if not target else target[0] if len(target) == 1 else target
@@ -218,12 +220,12 @@ def _announce(asked: Evaluator | FewOut) -> None:
 
 def _study(run: Path, named: str | None) -> dualform.Study:
     """The study that a user names, or that of a demo."""
+    import dualform
     from dualform.demo import SETTINGS
     from dualform.demo import study as of_demo
-    from dualform.evaluate.study import find
 
     if named is not None:
-        return find(named)
+        return find(named, dualform.Study, "a dualform.Study")
     if (run / SETTINGS).exists():
         return of_demo(run)
     raise typer.BadParameter(

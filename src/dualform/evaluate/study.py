@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,22 +74,3 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def find(named: str) -> Study:
-    """The study of a name like "my_module:my_study"; the module is also looked for in the current folder."""
-    module, colon, name = named.partition(":")
-    if not (module and colon and name):
-        raise StudyError(f"{named!r}: expected MODULE:NAME, e.g. my_module:my_study.")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise StudyError(f"{named!r} cannot be found: {error}.") from error
-    study = found if isinstance(found, Study) else found() if callable(found) else None
-    if not isinstance(study, Study):
-        raise StudyError(
-            f"{named!r} is {type(found).__name__}; expected a dualform.Study, or a function that gives one."
-        )
-    return study
