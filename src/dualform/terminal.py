@@ -233,6 +233,7 @@ def _show_further(console: Console, demo: Demo, figures: list[Path]) -> None:
 Commands:
   dualform info {demo.folder}
   dualform verify {demo.folder}
+  dualform explore {demo.folder}
   dualform mislabelled {demo.folder}
   dualform evaluate {demo.folder}
   dualform export {demo.folder} --to runs/export --where "label = {lost}"
