@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import dualform
 from dualform.errors import QuestionError
 from dualform.query import answers, attention, pruned
 from dualform.query.bounds import Contributions, Products, Seen
@@ -164,3 +165,35 @@ def test_keys_that_several_slots_share(tmp_path, always, k, way):
             decides = ranked_by(every.scores[query, 0], next(iter(way), "highest")).tolist()
             expected = every.slots[ranking.top(decides, k)].tolist()
             assert bounded.filter(query=query)["slot"].to_list() == expected
+
+
+@pytest.fixture
+def epochs(tmp_path):
+    """Three epochs over the same samples, each in another order: an epoch has as many slots as there are keys."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(60, 6), torch.arange(60) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for epoch in range(3):
+            for ids in torch.randperm(60).split(20):
+                recorder.batch(sample_id=ids, label=labels[ids], epoch=epoch)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs[ids]), labels[ids]).backward()
+                optimizer.step()
+    return dualform.open(tmp_path / "run", model)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_as_many_slots_as_keys_are_not_the_keys(always, epochs, epoch):
+    always.setattr(pruned, "LOOK", 4)
+    always.setattr(pruned, "TIMES", 1)
+    where, queries = pl.col("epoch") == epoch, torch.randn(5, 6)
+    attention = epochs.attend(queries)["0"]
+    assert attention.best(3, where=where).slots.equal(attention._multiplied(3, "highest", where).slots)
+
+
+def test_before_the_first_step_there_is_nothing_to_rank(always, epochs):
+    attention = epochs.until(0).attend(torch.randn(5, 6))["0"]
+    for how in ({}, {"per": "label"}, {"where": pl.col("label") == 1}):
+        assert attention.top(3, **how).is_empty()

@@ -151,6 +151,8 @@ class Answer(ABC):
         if not fits or (groups is not None and len(groups) > FEW_GROUPS):
             return None
         places, codes = self._taking_part(where, groups)
+        if not len(places):
+            return None
         bounds = self._bounds(places, way)
         if bounds is None:
             return None
@@ -160,12 +162,12 @@ class Answer(ABC):
     def _taking_part(self, where: pl.Expr | str | None, groups: Groups | None) -> tuple[Tensor, Tensor | None]:
         """The numbers of the slots that take part, (n,), and the group of each."""
         chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
-        total = sum(chunk.slots for chunk in chunks)
-        codes = None if groups is None else torch.from_numpy(np.concatenate([groups(chunk) for chunk in chunks]))
+        total, none = sum(chunk.slots for chunk in chunks), np.zeros(0, dtype=np.int64)
+        codes = None if groups is None else torch.from_numpy(np.concatenate([none, *map(groups, chunks)]))
         if where is None:
             return torch.arange(total), codes
         mask = Mask(self._store, where, self._end)
-        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([mask(chunk) for chunk in chunks])))
+        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([none, *map(mask, chunks)])))
         return numbers, None if codes is None else codes[numbers]
 
     def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:

@@ -36,11 +36,13 @@ def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor
 
 
 class Seen:
-    """Queries (n, d) beside some of the vectors of a sketch: those with these numbers, ascending or with repetitions."""
+    """Queries (n, d) beside some of the vectors of a sketch: those with these numbers, in any order and with repetitions."""
 
     def __init__(self, queries: Tensor, known: Sketch, numbers: Tensor, gather: Gather):
         self.queries, self._numbers, self._gather = queries, numbers, gather
-        self.near, everything = known.of(queries), len(numbers) == len(known.table)
+        self.near = known.of(queries)
+        # as many need not be the same: an epoch has as many slots as there are keys, in another order
+        everything = len(numbers) == len(known.table) and _counts_up(numbers)
         self.table = known.table if everything else known.table[numbers]
         self.lengths = known.lengths if everything else known.lengths[numbers]
         self._room = Room(queries.dtype)
@@ -53,7 +55,12 @@ class Seen:
         for low in range(0, len(numbers), READ):
             here = numbers[low : low + READ]
             found[:, low : low + READ] = some @ self._gather(here, self._room(len(here), some.shape[1])).T
-        return found if len(numbers) == len(places) else found[:, back]
+        return found if _counts_up(back) else found[:, back]
+
+
+def _counts_up(numbers: Tensor) -> bool:
+    """Whether they are 0, 1, 2, …"""
+    return torch.equal(numbers, torch.arange(len(numbers)))
 
 
 class Products:

@@ -147,9 +147,8 @@ class ParameterLedger:
         found = self.look(now)
         with np.errstate(all="ignore"):
             size = float(self._seen @ self._seen)
-            if not math.isfinite(
-                size
-            ):  # it has diverged; its sums overflow now so, now so. What is seen is its coming back
+            if not math.isfinite(size):
+                # It has diverged; its sums overflow now so, now so. What is seen is its coming back
                 whole = self.look(parameter)
                 return math.isfinite(float(whole @ whole))
             # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of
