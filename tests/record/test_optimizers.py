@@ -123,6 +123,18 @@ def test_momentum_switched_on_and_off_in_the_middle(tmp_path):
     assert_same_weights(run.dual.at_step(7), run.checkpoints[7])
 
 
+def test_a_parameter_group_replaced_in_the_middle(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def replace(step):
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1 / (step + 1)}
+
+    run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=replace)
+    assert_exact(run.dual)
+    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+
+
 def test_a_parameter_group_added_in_the_middle(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)

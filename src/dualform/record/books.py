@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -46,28 +48,42 @@ class Books:
         self._ledger, self._optimizers = ledger, optimizers
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
+        self._found: dict[int, tuple[list[Any], tuple[int, ...], list[tuple[ParameterLedger, dict[str, Any]]]]] = {}
         self._states: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._rows_of: dict[int, int] = {}
         self._backward_of: dict[int, int] = {}
         """By backward pass: its number in the open step."""
         self.next_row = 0
 
-    def recorded(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, dict[str, Any]]]:
+    def recorded(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[ParameterLedger, dict[str, Any]]]:
         """The recorded parameters of some optimizers (default: all), with their groups."""
-        for number in range(len(self._optimizers)) if numbers is None else numbers:
-            for group in self._optimizers[number].param_groups:
-                for parameter in group["params"]:
-                    ledger = self._ledger.parameters.get(id(parameter))
-                    if ledger is not None:
-                        yield ledger, group
+        return chain.from_iterable(
+            self._recorded(number) for number in (range(len(self._optimizers)) if numbers is None else numbers)
+        )
+
+    def _recorded(self, number: int) -> list[tuple[ParameterLedger, dict[str, Any]]]:
+        """Found once, and again when a group, a parameter or a layer is new (load_state_dict makes new groups)."""
+        groups, parameters = self._optimizers[number].param_groups, self._ledger.parameters
+        size = (len(parameters), len(groups), sum([len(group["params"]) for group in groups]))
+        known = self._found.get(number)
+        if known is None or known[1] != size or not all(map(is_, known[0], groups)):
+            found = [
+                (parameters[id(parameter)], group)
+                for group in groups
+                for parameter in group["params"]
+                if id(parameter) in parameters
+            ]
+            known = self._found[number] = (list(groups), size, found)
+        return known[2]
 
     def optimizer_state(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, str, Tensor]]:
         """The state tensors that belong to the initial part."""
         for number in range(len(self._optimizers)) if numbers is None else numbers:
-            optimizer, replay = self._optimizers[number], self._replays[number]
-            for ledger, _ in self.recorded([number]):
-                state = optimizer.state.get(ledger.parameter, {})
-                for name in replay.state if replay else ():
+            replay, states = self._replays[number], self._optimizers[number].state
+            names = replay.state if replay else ()
+            for ledger, _ in self._recorded(number) if names else ():
+                state = states.get(ledger.parameter) or {}
+                for name in names:
                     value = state.get(name)
                     if isinstance(value, Tensor):
                         yield ledger, name, value

@@ -268,6 +268,9 @@ class Ledger:
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
+        left = [p for p in module.parameters if p.links], [one for one in module.layers if one.calls or one.problems]
+        if not any(left) and not module.pending:
+            return  # the ordinary case: the last update has cleared everything
         counted = {link.task for p in module.parameters for link in p.links if link.counted}
         for p in module.parameters:
             p.links = [link for link in p.links if link.counted]

@@ -37,8 +37,14 @@ class Link(audit.Link):
 
     def add(self, added: audit.Looked, scale: float) -> None:
         """Some slots say that this was added, with a bound on the sum of its absolute terms."""
-        self.added += added
+        self.added = self.added + added
         self.scale += scale
+
+    def room(self) -> audit.Seen:
+        """`added`, to be added to in place."""
+        if not self.added.flags.writeable:
+            self.added = self.added.copy()
+        return self.added
 
 
 def roundoff(tensor: Tensor) -> float:
@@ -72,8 +78,11 @@ class ParameterLedger:
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
         self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
         self.columns = self.random.shape[1] if self.is_matrix else 1
+        self._vector = self.random[:, 0] if self.columns == 1 else None
         self.rows, self.roundoff = rows, roundoff(parameter)
         self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
+        self._nothing = np.zeros(rows * self.columns)
+        self._nothing.flags.writeable = False
         self.links: list[Link] = []
         self._turn, self._part = 0, max(1, -(-rows // PARTS))
         # A weight of few rows has fewer parts: none of them may be empty
@@ -85,14 +94,16 @@ class ParameterLedger:
 
     def look(self, tensor: Tensor) -> audit.Looked:
         """A tensor like the parameter (or some of its rows) as the audit sees it."""
-        looked: audit.Looked = self._projected(tensor.detach()).cpu().numpy().ravel()
-        return looked
-
-    def _projected(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        looked: audit.Looked
         if not self.is_matrix:
-            return tensor.reshape(-1)
-        matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
-        return matrix @ self.random_like(matrix)
+            looked = tensor.cpu().numpy().reshape(-1)
+        elif self._vector is not None and tensor.dim() == 2 and tensor.dtype is self._vector.dtype and tensor.is_cpu:
+            looked = torch.mv(tensor, self._vector).numpy()  # the ordinary case, in as few calls as can be
+        else:
+            matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+            looked = (matrix @ self.random_like(matrix)).cpu().numpy().reshape(-1)
+        return looked
 
     def random_like(self, tensor: Tensor) -> Tensor:
         """R in the type and place of a tensor."""
@@ -145,6 +156,8 @@ class ParameterLedger:
             elif self._turn:
                 return False
         found = self.look(now)
+        if (found == known).all():
+            return False
         with np.errstate(all="ignore"):
             size = float(self._seen @ self._seen)
             if not math.isfinite(size):
@@ -169,14 +182,14 @@ class ParameterLedger:
         if gradient is None:
             del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
         before = None if gradient is None else self.look(gradient).astype(np.float64)
-        link = Link(before, np.zeros(self.rows * self.columns), 0.0, task)
+        link = Link(before, self._nothing, 0.0, task)
         self.links.append(link)
         return link
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, norm: float) -> None:
         """Add what some slots say was added to the gradient. norm: of the error signals."""
         link = self.link(task)
-        own, low = link.added.reshape(self.rows, self.columns), 0
+        own, low = link.room().reshape(self.rows, self.columns), 0
         if use.rows:
             low, high = use.rows
             own = own[low:high]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -160,20 +161,27 @@ def encode(
         vectors = vectors.float()
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
     bounds = torch.linalg.vector_norm(vectors, dim=1).numpy() if norms is None else norms
+    low, high = np.minimum.reduce(bounds), np.maximum.reduce(bounds)
+    if as_they_are and low >= 1 and high < 1 << TOP:
+        return Encoded(data.copy_(vectors), _zeros(len(vectors)), slab)
     # Squares might leave float32, or something is not finite
-    if not (np.minimum.reduce(bounds) > 1e-15 and np.maximum.reduce(bounds) < 1e15):
+    if not (low > 1e-15 and high < 1e15):
         largest = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
         bounds = np.clip(largest, np.ldexp(1.0, SMALLEST), np.ldexp(1.0, LARGEST))
     # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
     raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
     if as_they_are:
         raised = np.where((raised >= 127) & (raised < 127 + TOP), 126 + TOP, raised)
-        if (raised == 126 + TOP).all():
-            return Encoded(data.copy_(vectors), torch.zeros(len(vectors), dtype=torch.int16), slab)
     scale = torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None])
     # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
     data.copy_(torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors)))
     return Encoded(data, torch.from_numpy((raised - (126 + TOP)).astype(np.int16)), slab)
+
+
+@lru_cache(maxsize=64)
+def _zeros(count: int) -> Tensor:
+    """The exponents of vectors that are as they are; never written to."""
+    return torch.zeros(count, dtype=torch.int16)
 
 
 def encode_numbers(numbers: Tensor) -> Encoded:
