@@ -245,12 +245,19 @@ class Walked:
     c: Floats
 
 
-def walk_back(kind: str, settings: Mapping[str, Floats], updates: int, of: str = "weight") -> Walked:
-    """The coefficients of an optimizer whose coefficients are numbers. settings: one number for each update."""
+def walk_back(
+    kind: str, settings: Mapping[str, Floats], updates: int, of: str = "weight", later: Walked | None = None
+) -> Walked:
+    """The coefficients of an optimizer whose coefficients are numbers. settings: one number for each update.
+
+    later: what becomes of the end of these updates, if X is asked for at a later time.
+    """
     assert not KINDS[kind].elementwise
     c = np.zeros(updates)
     columns = {name: values.tolist() for name, values in settings.items()}
     p, q = (1.0, 0.0) if of == "weight" else (0.0, 1.0)
+    if later is not None:
+        p, q = later.a, later.b
     for s in range(updates - 1, -1, -1):
         one = KINDS[kind].linear({name: values[s] for name, values in columns.items()}, {}, None)
         c[s], p, q = one.back(p, q)  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,14 @@ import polars as pl
 import torch
 
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.recursions import KINDS as KINDS_OF
+from dualform.recursions import Walked, walk_back
 from dualform.store.folder import locked
 from dualform.store.format import SLOTS, Column, Grouping
 from dualform.store.reader import Store
 from dualform.store.sums import NewTotals, write_totals
 from dualform.store.tables import factor_table, schema, settings_of
-from dualform.totals.fold import Accumulated, Piece, Updates
+from dualform.totals.fold import OF, Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering
 
 KINDS = ("keys", "deltas", "both")
@@ -61,12 +64,13 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, 
     sums = Accumulated(store.manifest, groupings, beginning={name: first[name] for name in first})
     numberings = [Numbering(g.columns) for g in groupings]
     work, deltas = len(store.manifest.chunks), any(grouping.kind != "keys" for grouping in groupings)
+    names = [p.name for p in store.manifest.parameters] if deltas else []
+    updates = {name: _updates(store, name) for name in names}
     for place in range(work):
         if progress is not None:
             progress("totals", place, work)
         slots = {n: _pieces(store, y.name, place, numberings) for n, y in enumerate(store.manifest.layers)}
-        names = [p.name for p in store.manifest.parameters] if deltas else []
-        sums.fold(slots, {name: some for name in names if (some := _updates(store, place, name)) is not None})
+        sums.fold(slots, {name: some for name in names if (some := updates[name][place]) is not None})
         del slots
         store.decoded(store.manifest.chunks[place].files[SLOTS].size)
     if progress is not None:
@@ -109,7 +113,36 @@ def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering
     ]
 
 
-def _updates(store: Store, place: int, parameter: str) -> Updates | None:
+def _updates(store: Store, parameter: str) -> list[Updates | None]:
+    """A parameter's updates in each chunk.
+
+    The run is over, so coefficients that are numbers are taken at its end: what one chunk wrote need not be carried through the
+    later ones, and the running average holds little of all but the last.
+    """
+    found = [_updates_in(store, place, parameter) for place in range(len(store.manifest.chunks))]
+    kinds = {some.kind for some in found if some is not None}
+    if any(KINDS_OF[kind].elementwise for kind in kinds) or not kinds:
+        return found
+    later: dict[str, Walked] = {}
+    largest = dict.fromkeys(OF, 0.0)
+    for place in reversed(range(len(found))):
+        if (some := found[place]) is None:
+            continue
+        later = {of: walk_back(some.kind, some.settings, len(some.steps), of, later.get(of)) for of in OF}
+        largest = {of: max(largest[of], float(np.abs(later[of].c).max(initial=0))) for of in OF}
+        found[place] = replace(some, reaching=later)
+    return [some and replace(some, reaching={of: _felt(some, of, largest[of], store) for of in OF}) for some in found]
+
+
+def _felt(some: Updates, of: str, largest: float, store: Store) -> Walked:
+    """Without those that are lost in the rounding of the others, even if there were many."""
+    assert some.reaching is not None
+    walked = some.reaching[of]
+    rounding = np.finfo(np.float64 if store.manifest.dtype == "float64" else np.float32).eps
+    return replace(walked, c=np.where(np.abs(walked.c) < rounding**2 * largest, 0.0, walked.c))
+
+
+def _updates_in(store: Store, place: int, parameter: str) -> Updates | None:
     number = store.parameter(parameter)
     mine = store.updates_in(place).filter(pl.col("parameter") == number)
     if not mine.height:

@@ -53,6 +53,8 @@ class Updates:
     """(updates, backward passes)"""
     gradients: Tensor | None
     """(updates, d_out), for biases."""
+    reaching: Mapping[str, Walked] | None = None
+    """Their coefficients at the end of the run, by what is kept of a group, where they are known in advance."""
 
     def walked(self, of: str) -> Walked:
         """What becomes of the stretch's beginning and of its gradients."""
@@ -221,10 +223,12 @@ class Accumulated:
 
     def _fold_deltas(self, grouping: int, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
         held, small = self._held(grouping, name)
-        before = {of: held[of].clone() for of in OF}
+        if some.reaching is None:
+            before = {of: held[of].clone() for of in OF}
+            for of in OF:
+                held[of].copy_(before["weight"] * some.walked(of).a).add_(before["average"], alpha=some.walked(of).b)
         for of in OF:
-            walked = some.walked(of)
-            held[of].copy_(before["weight"] * walked.a).add_(before["average"], alpha=walked.b)
+            walked = some.walked(of) if some.reaching is None else some.reaching[of]
             if small and some.gradients is not None:
                 written = torch.tensordot(torch.from_numpy(walked.c), some.gradients.double(), 1)
                 held[of][0] -= written.to(held[of].dtype)
@@ -237,11 +241,10 @@ class Accumulated:
         assert piece.errors is not None
         codes = piece.groups[grouping]
         order = np.argsort(codes, kind="stable")
-        for part in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+        order = order[scale[order] != 0]
+        for part in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else ():
             group, taken = int(codes[part[0]]), np.zeros(len(codes))
             taken[part] = scale[part]
-            if not taken.any():
-                continue
             found = _written(use, piece, part, torch.from_numpy(taken).to(held.dtype))
             place = group + small
             target = held[place]
