@@ -74,6 +74,7 @@ class Store:
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
         self._updates: dict[int, pl.DataFrame] = {}
+        self._group_tables: dict[int, pl.DataFrame] = {}
         self._parts: dict[tuple[str, int | None], list[SlotChunk]] = {}
 
     @property
@@ -320,9 +321,11 @@ class Store:
 
     def groups(self, grouping: int) -> pl.DataFrame:
         """The groups of a grouping, in the order of their numbers."""
-        totals = self._totals()
-        name = groups_name(grouping)
-        return self._read_table(self.folder / totals_name(totals.number) / name, totals.files[name])
+        if grouping not in self._group_tables:
+            totals, name = self._totals(), groups_name(grouping)
+            path = self.folder / totals_name(totals.number) / name
+            self._group_tables[grouping] = self._read_table(path, totals.files[name])
+        return self._group_tables[grouping]
 
     def _totals(self) -> Totals:
         if self.manifest.totals is None:
