@@ -100,21 +100,28 @@ def _add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
-    dtype, updates = torch.float64 if store.is_vector(parameter) else compute_dtype(store, parameter), found.updates
+    updates = found.updates
     flat = total.reshape(len(total), -1) if total.dim() > 1 else total
     for layer in store.users(parameter):
         uses = [use for use in layer.uses if use.parameter == parameter]
-        only_errors, rooms = all(use.role == "bias" for use in uses), (Room(dtype), Room(dtype))
+        only_errors = all(use.role == "bias" for use in uses)
+        small = store.is_vector(parameter) and not only_errors
+        dtype = torch.float64 if small else compute_dtype(store, parameter)
+        rooms = Room(dtype), Room(dtype)
         for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
                 continue
             for low, high in chunk.pieces((8 if only_errors else 1) * (layer.d_in + layer.d_out)):
+                keys: Keys
                 scale = scaled(chunk, found, low, high, dtype)
                 if layer.form == "vectors":  # of these, only what takes part is read
                     places = np.arange(low, high) if kept is None else np.flatnonzero(kept[low:high]) + low
-                    errors = chunk.some_errors(places, rooms[0]).mul_(scale[torch.from_numpy(places - low)])
-                    keys: Keys = Vectors(errors if only_errors else chunk.some_keys(places, rooms[1]))
+                    scale, errors = scale[torch.from_numpy(places - low)], chunk.some_errors(places, rooms[0])
+                    if only_errors:  # their sum, in one product
+                        errors, keys = scale.T @ errors, Vectors(errors[:0])
+                    else:
+                        errors, keys = errors.mul_(scale), Vectors(chunk.some_keys(places, rooms[1]))
                 else:
                     if kept is not None:
                         scale *= torch.from_numpy(kept[low:high]).unsqueeze(1)
