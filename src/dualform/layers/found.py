@@ -15,7 +15,7 @@ Errors = Sequence[Tensor | None] | None
 """The gradients of a watch's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Found:
     """Keys (*lead, …) and error signals (*lead, …) of one of a module's layers."""
 
@@ -29,7 +29,7 @@ class Found:
     """How many leading axes there are, if not all but the last."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Watch:
     """Where slots will come from."""
 

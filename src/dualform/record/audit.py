@@ -39,7 +39,7 @@ class Link:
     """A bound on the sum of the absolute terms of `added`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Verdict:
     """How the slots explain a gradient."""
 
@@ -60,7 +60,7 @@ def random_columns(d_in: int, d_out: int, dtype: torch.dtype, generator: torch.G
     return (2 * signs - 1).to(dtype).T.contiguous().T
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Case:
     """A gradient, and what is to explain it."""
 

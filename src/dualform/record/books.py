@@ -32,7 +32,7 @@ REPLACED = "had its optimizer state replaced since the last step (optimizer.load
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Audited:
     ledger: ParameterLedger
     gradient: Tensor
@@ -193,7 +193,8 @@ class Books:
                 continue
             for layer in module.layers:
                 mine = [p.number for _, p in layer.uses if p.number in parameters]
-                wanted = set[int]().union(*(tasks[number] for number in mine)) if mine else set[int]()
+                wanted: set[int] = set()
+                wanted.update(*[tasks[number] for number in mine])
                 for task in sorted(wanted - layer.stored):
                     self._store(layer, task, step)
                 if mine:

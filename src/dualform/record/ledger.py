@@ -39,7 +39,7 @@ class StoreAs:
     """Whether error signals are of use; else those that take a second computation are left out."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Visit:
     """One call of a module in a forward pass."""
 
@@ -56,7 +56,7 @@ class Visit:
     """By backward pass: the gradients of what came out, as they arrive."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """A visit whose error signals have arrived: slots, copied."""
 
@@ -86,23 +86,27 @@ class LayerLedger:
         """The last ones that earlier steps have stored."""
         roles = [use.role for use in layer.uses]
         self._like_linear = roles == ["weight", "bias"] and layer.kind == "linear"
-        self._products = torch.zeros(0, 0)
+        self._products, self._seen = torch.zeros(0, 0), torch.zeros(0, 0)
+        self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
 
     @property
     def _plain(self) -> bool:
         """Whether it is like nn.Linear with a bias, both trained: then weight and bias are added in one product."""
-        return self._like_linear and all(p.parameter.requires_grad for _, p in self.uses)
+        uses = self.uses
+        return self._like_linear and uses[0][1].parameter.requires_grad and uses[1][1].parameter.requires_grad
 
     def _add_plain(self, task: int, keys: Tensor, errors: Tensor, norm: float) -> None:
         (_, weight), (_, bias) = self.uses
         columns, products = weight.columns, self._products
-        if products.shape[1] != len(keys) or products.dtype is not keys.dtype or products.device != keys.device:
-            products = self._products = keys.new_ones(columns + 1, len(keys))
-        projected = torch.mm(weight.random_like(keys).T, keys.T, out=products[:columns])
+        count = keys.shape[0]
+        if products.shape[1] != count or products.dtype is not keys.dtype or products.device != keys.device:
+            products = self._products = keys.new_ones(columns + 1, count)
+            self._seen = products[:columns]
+        projected = torch.mm(weight.random_like(keys).T, keys.T, out=self._seen)
         added = (products @ errors).cpu().numpy()
-        size = max(norm_of(projected.cpu().numpy().ravel()), bound_of(keys))
-        weight.link(task).add(added[:columns].T.ravel(), norm * size)
-        bias.link(task).add(added[columns], norm * math.sqrt(len(keys)))
+        size = max(norm_of(projected.cpu().numpy().reshape(-1)), bound_of(keys))
+        weight.link(task).add(added[:columns].T.reshape(-1), norm * size)
+        bias.link(task).add(added[columns], norm * math.sqrt(count))
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
         """Add the slots of one call."""
@@ -117,7 +121,8 @@ class LayerLedger:
             unit, kind = roundoff(arrived), self.uses[0][1].parameter.dtype
             detached = detached.to(arrived.dtype).to(kind) if detached.is_floating_point() else detached
             arrived = arrived.to(kind)
-        positions, shape = layout.positions, tuple[int, ...]()
+        positions = layout.positions
+        shape: tuple[int, ...] = ()
         keys: Keys
         if layer.geometry is not None:
             size = tuple(detached.shape[2:])
@@ -142,7 +147,7 @@ class LayerLedger:
         if store_as.keep != "keys" and store_as.errors:
             if layer.outputs:
                 errors, norms = errors[:, list(layer.outputs)], None
-            kept_errors = encode(errors, store_as.dtype, store_as.pool, f"{layer.name}.error", norms)
+            kept_errors = encode(errors, store_as.dtype, store_as.pool, self._error_name, norms)
         self._keep(task, visit, layout.rows, positions, stored, kept_errors, store_as, shape)
 
     def _keep(
@@ -162,7 +167,7 @@ class LayerLedger:
         encoded = (
             encode_numbers(keys)
             if layer.form == "numbers"
-            else encode(keys, store_as.dtype, store_as.pool, f"{layer.name}.key", as_they_are=True)
+            else encode(keys, store_as.dtype, store_as.pool, self._key_name, as_they_are=True)
         )
         may_repeat = layer.form == "vectors" and layer.kind == "linear" and visit.from_data
         call = Call(visit.serial, visit.batch, rows, positions, encoded, errors, may_repeat, shape)
@@ -324,9 +329,10 @@ class Ledger:
 
     def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None
-        count = found.keys.dim() - 1 if found.lead is None else found.lead
-        rows, lead = visit.batch.rows, tuple(found.keys.shape[:count])
-        told = self._batch_axis.get(layer, self._batch_axis.get(module))
+        shape, rows = found.keys.shape, visit.batch.rows
+        count = len(shape) - 1 if found.lead is None else found.lead
+        lead = tuple(shape[:count])
+        told = self._batch_axis.get(layer, self._batch_axis.get(module)) if self._batch_axis else None
         if found.axis is not None:
             return axes.module_layout(lead, rows, layer=layer, axis=found.axis, told=told)
         known = visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None

@@ -23,7 +23,7 @@ SHAPES = 64  # so many views of the scratch memory are kept: making one takes as
 SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Encoded:
     """Vectors (n, d) as stored; `exponents` (n,) int16 says by which power of two each was divided."""
 
@@ -63,6 +63,16 @@ class Slab:
     memory: Tensor
     used: int = 0
     out: int = 0
+    parts: tuple[Tensor, ...] = ()
+    """It cut into parts of one size, for those who take them one after the other."""
+
+    def taken(self, rows: int) -> Tensor:
+        """The next rows."""
+        low, self.used, self.out = self.used, self.used + rows, self.out + 1
+        if not self.parts or self.parts[0].shape[0] != rows:
+            self.parts = torch.split(self.memory, rows) if rows else (self.memory[:0],)
+        place, rest = divmod(low, rows or 1)
+        return self.memory[low : self.used] if rest or not rows else self.parts[place]
 
 
 class Pool:
@@ -88,8 +98,7 @@ class Pool:
                 if slab is not None and not slab.out:
                     self._keep(slab)
                 slab = self._filling[name] = self._slab(shape, dtype)
-            slab.used, slab.out = slab.used + shape[0], slab.out + 1
-            return slab.memory[slab.used - shape[0] : slab.used], slab
+            return slab.taken(shape[0]), slab
 
     def scratch(self, like: Tensor) -> Tensor:
         """Room for something that is used at once, of the same shape and type."""
@@ -175,7 +184,7 @@ def encode(
     scale = torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None])
     # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
     data.copy_(torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors)))
-    return Encoded(data, torch.from_numpy((raised - (126 + TOP)).astype(np.int16)), slab)
+    return Encoded(data, torch.from_numpy(np.subtract(raised, 126 + TOP, dtype=np.int16, casting="unsafe")), slab)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from dualform.store.encoding import Encoded, Pool
 ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Rows:
     """The rows of one batch() call: a scalar stands for all of them; 2-D arrays are (rows, positions)."""
 
@@ -24,7 +24,7 @@ class Rows:
     columns: dict[str, ColumnValues]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Block:
     """The slots of one call of a layer in one backward pass, row-major over (row, position)."""
 
@@ -48,7 +48,7 @@ class Block:
             pool.give(self.errors)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """What one step did to one parameter."""
 
