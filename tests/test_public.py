@@ -30,10 +30,13 @@ def test_the_version_is_one():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", dualform.__version__)
 
 
-IMPORT = "import time, torch; before = time.perf_counter(); import dualform; print(time.perf_counter() - before)"
+IMPORT = (
+    "import time, torch; before = time.perf_counter(); import dualform; [getattr(dualform, n) for n in dualform.__all__]; "
+    "print(time.perf_counter() - before)"
+)
 
 
-def test_importing_takes_less_than_a_second_beyond_torch():
+def test_importing_everything_takes_less_than_a_second_beyond_torch():
     """The one timing in this suite; the best of five, because machines are busy."""
     seconds = []
     for _ in range(5):
@@ -46,11 +49,32 @@ def test_importing_takes_less_than_a_second_beyond_torch():
 
 def test_importing_is_light():
     """What belongs to the demo, the figures and the page is imported where it is used."""
-    code = (
-        "import sys, dualform; print([m for m in ('sklearn', 'matplotlib', 'fastapi', 'plotly') if m in sys.modules])"
-    )
+    code = "import dualform; [getattr(dualform, name) for name in dualform.__all__]"
+    assert not imported(code) & {"sklearn", "matplotlib", "fastapi", "plotly"}
+
+
+def imported(code):
+    """The packages that a fresh interpreter has imported after running some code."""
+    code += "; import sys; print(*{name.split('.')[0] for name in sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    return set(found.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["import dualform", "from dualform.cli import app"])
+def test_a_room_is_entered_when_it_is_used(code):
+    assert not imported(code) & {"torch", "polars", "numpy"}
+
+
+@pytest.mark.parametrize("first", ["record", "record.columns", "evaluate", "evaluate.bm25"])
+def test_a_name_that_is_also_a_room_is_the_function_whoever_enters_the_room_first(first):
+    code = f"import dualform.{first}, dualform; assert callable(dualform.record) and callable(dualform.evaluate)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'dualform' has no attribute 'recrod'"):
+        dualform.recrod  # noqa: B018
+    assert set(dualform.__all__) <= set(dir(dualform))
 
 
 TREE = [line for line in errors.__doc__.splitlines() if "Error" in line and "──" in line]

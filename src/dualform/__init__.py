@@ -1,11 +1,18 @@
 """Record how a PyTorch network is trained; then ask, exactly, where a prediction comes from."""
 
+import importlib
+import sys
+import types
+import typing
+
 from dualform import errors
-from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
-from dualform.query.opened import Dual, open
-from dualform.record import Recorder, record
-from dualform.totals.build import build_totals
 from dualform.version import __version__
+
+if typing.TYPE_CHECKING:
+    from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
+    from dualform.query.opened import Dual, open
+    from dualform.record import Recorder, record
+    from dualform.totals.build import build_totals
 
 __all__ = [
     "Dual",
@@ -20,3 +27,33 @@ __all__ = [
     "open",
     "record",
 ]
+
+_ROOMS = {
+    "dualform.evaluate": ("LogLikelihood", "Margin", "Study", "evaluate"),
+    "dualform.query.opened": ("Dual", "open"),
+    "dualform.record": ("Recorder", "record"),
+    "dualform.totals.build": ("build_totals",),
+}
+"""Where the public names live. A room is entered when one of its names is used: PyTorch takes longer to import than some questions take."""
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+class _Door(types.ModuleType):
+    """This package: a name that it shares with a room (`record`, `evaluate`) is the function, whoever imports the room first."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        setattr(self, name, found)
+        return found
+
+    def __setattr__(self, name: str, value: typing.Any) -> None:
+        if not (name in _HOMES and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Door
