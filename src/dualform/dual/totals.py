@@ -114,11 +114,5 @@ class View:
 
 def find(store: Store, columns: Collection[str], end: int, *, deltas: bool, subset: bool = False) -> View | None:
     """Totals for just these columns (or, with subset, for more), of just this moment; None if there are none."""
-    totals = store.manifest.totals
-    if totals is None or totals.step != end:
-        return None
-    for number, grouping in enumerate(totals.groupings):
-        fits = set(columns) <= set(grouping.columns) if subset else set(columns) == set(grouping.columns)
-        if fits and grouping.kind in ("both", "deltas" if deltas else "keys"):
-            return View(store, number)
-    return None
+    number = store.grouping(columns, end, deltas=deltas, subset=subset)
+    return None if number is None else View(store, number)

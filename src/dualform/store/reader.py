@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -14,29 +12,22 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
+from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
 from dualform.store import tables
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import (
-    CHUNK_FILES,
     ROWS,
     SLOTS,
     STEPS,
-    SUMS,
     UPDATES,
     File,
     Manifest,
-    Totals,
-    checksum,
     chunk_name,
-    groups_name,
-    load_manifest,
-    snapshot_name,
-    totals_name,
 )
 from dualform.store.heap import give_back
 from dualform.store.mapped import TensorFile
+from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
 
 READ_BYTES = 256 << 20
@@ -47,40 +38,17 @@ STRETCH = 512
 """So many vectors are decoded at a time, where they are only looked at: they stay in the cache."""
 
 
-class Store:
+class Store(Sealed):
     """A recording on disk, as far as it is sealed."""
 
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
         """manifest: another one than that on disk, for who knows what they do."""
-        self.folder = Path(folder)
+        super().__init__(folder, manifest)
         self._decoded = 0
-        self.manifest = _padded(load_manifest(self.folder) if manifest is None else manifest)
-        for number, chunk in enumerate(self.manifest.chunks):
-            if set(chunk.files) != set(CHUNK_FILES) or not (
-                len(chunk.slots) == len(chunk.keys) == len(self.manifest.layers)
-            ):
-                raise StoreDamagedError(f"the manifest of {self.folder} is damaged: chunk {number} is not as expected.")
-            for name in CHUNK_FILES:
-                self._check_size(self.folder / chunk_name(number) / name, chunk.files[name])
-        for snapshot in self.manifest.snapshots:
-            self._check_size(self.folder / snapshot_name(snapshot.step), snapshot.file)
-        if self.manifest.totals is not None:
-            for name, file in self.manifest.totals.files.items():
-                if name not in (SUMS, *map(groups_name, range(len(self.manifest.totals.groupings)))):
-                    raise StoreDamagedError(
-                        f"the manifest of {self.folder} is damaged: its totals are not as expected."
-                    )
-                self._check_size(self.folder / totals_name(self.manifest.totals.number) / name, file)
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
         self._updates: dict[int, pl.DataFrame] = {}
-        self._group_tables: dict[int, pl.DataFrame] = {}
         self._parts: dict[tuple[str, int | None], list[SlotChunk]] = {}
-
-    @property
-    def end_step(self) -> int:
-        """How many steps are sealed."""
-        return self.manifest.end_step
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -109,24 +77,6 @@ class Store:
         """One line for each step, with what recorder.log() was given."""
         pieces = [self._table(n, STEPS) for n in range(len(self.manifest.chunks))]
         return pl.concat(pieces, how="diagonal") if pieces else tables.steps_table([])
-
-    @cached_property
-    def nbytes(self) -> int:
-        """How much disk the store takes."""
-        chunks = sum(file.size for chunk in self.manifest.chunks for file in chunk.files.values())
-        totals = sum(file.size for file in self.manifest.totals.files.values()) if self.manifest.totals else 0
-        return chunks + totals + sum(snapshot.file.size for snapshot in self.manifest.snapshots)
-
-    def layer(self, name: str) -> tuple[int, Layer]:
-        """The number and description of a layer."""
-        for number, layer in enumerate(self.manifest.layers):
-            if layer.name == name:
-                return number, layer
-        known = ", ".join(repr(layer.name) for layer in self.manifest.layers)
-        why = self.manifest.left_out.get(name)
-        raise UnknownLayerError(
-            f"layer {name!r} was not recorded{f': {why}' if why else ''}. Recorded layers: {known or 'none'}."
-        )
 
     def slots(self, name: str) -> int:
         """How many slots a layer has."""
@@ -296,43 +246,13 @@ class Store:
                 table = table.with_columns(pl.when(fits).then(entry).alias(column.name))
         return table.drop("positions")
 
-    def parameter(self, name: str) -> int:
-        """The number of a recorded parameter."""
-        for number, parameter in enumerate(self.manifest.parameters):
-            if parameter.name == name:
-                return number
-        raise UnknownLayerError(f"parameter {name!r} was not recorded.")
-
-    def snapshot_steps(self) -> list[int]:
-        """After how many steps there are snapshots, ascending, as far as the slots are sealed."""
-        return sorted(s.step for s in self.manifest.snapshots if s.step <= self.end_step)
-
     def snapshot(self, step: int) -> TensorFile:
         """The weights, buffers and optimizer state after `step` updates."""
-        for snapshot in self.manifest.snapshots:
-            if snapshot.step == step:
-                return self._file(self.folder / snapshot_name(step), snapshot.file)
-        raise NotRecordedError(f"there is no snapshot at step {step}; there are: {self.snapshot_steps()}.")
+        return self._file(*self.snapshot_file(step))
 
     def totals(self) -> TensorFile:
         """The tensors of the totals; totals/fold.py says what they are."""
-        totals = self._totals()
-        return self._file(self.folder / totals_name(totals.number) / SUMS, totals.files[SUMS])
-
-    def groups(self, grouping: int) -> pl.DataFrame:
-        """The groups of a grouping, in the order of their numbers."""
-        if grouping not in self._group_tables:
-            totals, name = self._totals(), groups_name(grouping)
-            path = self.folder / totals_name(totals.number) / name
-            self._group_tables[grouping] = self._read_table(path, totals.files[name])
-        return self._group_tables[grouping]
-
-    def _totals(self) -> Totals:
-        if self.manifest.totals is None:
-            raise NotRecordedError(
-                f"{self.folder} has no totals. Record with totals=[…], or build them: dualform totals RUN --by COLUMN."
-            )
-        return self.manifest.totals
+        return self._file(*self.totals_file())
 
     def _file(self, path: Path, file: File) -> TensorFile:
         if path not in self._tensors:
@@ -343,28 +263,3 @@ class Store:
         chunk = self.manifest.chunks[number]
         table = self._read_table(self.folder / chunk_name(number) / name, chunk.files[name])
         return table.filter(pl.col("step") < chunk.end_step)
-
-    def _read_table(self, path: Path, file: File) -> pl.DataFrame:
-        data = path.read_bytes()
-        if checksum(data) != file.checksum:
-            raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
-        return pl.read_parquet(io.BytesIO(data))
-
-    def _check_size(self, path: Path, file: File) -> None:
-        try:
-            size = path.stat().st_size
-        except OSError:
-            raise StoreDamagedError(f"{path} is missing, though the manifest names it.") from None
-        if size != file.size:
-            raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
-
-
-def _padded(manifest: Manifest) -> Manifest:
-    """Chunks from before a layer entered have none of its slots."""
-    count = len(manifest.layers)
-    chunks = (replace(chunk, slots=_pad(chunk.slots, count), keys=_pad(chunk.keys, count)) for chunk in manifest.chunks)
-    return replace(manifest, chunks=tuple(chunks))
-
-
-def _pad(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return counts + (0,) * (length - len(counts))
