@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -154,6 +155,49 @@ def quick(monkeypatch):
     """Nothing is drawn: the figures have tests of their own, and take most of the time."""
     for kind in ("bars", "curves", "inputs", "lines", "matches", "totals"):
         monkeypatch.setattr(getattr(pictures, kind), "save", lambda *_, **__: None)
+
+
+def older(path):
+    """As a version wrote it that did not have all of the settings."""
+    content = json.loads(path.read_text())
+    for one in content.get("seeds", [content]):
+        del one["settings"]["every"], one["settings"]["raw_pixels"]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_an_older_version_has_measured_is_not_done_again(ran, tmp_path, monkeypatch):
+    shutil.copytree(ran.out, tmp_path / "out")
+    for name in ("seed-0.json", "seed-1.json", "results.json", "figures/pictures.json"):
+        older(tmp_path / "out" / name)
+    assert run.write_page(tmp_path / "out", "the command").read_text() == ran.page.read_text()
+    monkeypatch.setattr(run, "analyse", refuse)
+    assert run.run(tiny(), tmp_path / "out", seeds=2, command="the command").read_text() == ran.page.read_text()
+    results = [json.loads((out / "results.json").read_text()) for out in (tmp_path / "out", ran.out)]
+    assert results[0] == results[1]
+
+
+COMMITTED = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "docs" / "paper").glob("*/results.json"))
+    if "seeds" in json.loads(path.read_text())
+]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("results", COMMITTED, ids=lambda path: path.parent.name)
+def test_committed_pages_can_be_written_again(results, tmp_path):
+    shutil.copy(results, tmp_path)
+    found = json.loads(results.read_text())
+    picture = {"stem": "any", "caption": "any"}
+    drawn = {"inputs": picture, "examples": [[picture] * 4 for _ in found["seeds"][0]["examples"]]}
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "pictures.json").write_text(json.dumps(drawn))
+    written = run.write_page(tmp_path, found["command"]).read_text()
+    tables = [line for line in results.with_name("index.md").read_text().splitlines() if line.startswith("| layer-")]
+    assert tables
+    assert tables == [line for line in written.splitlines() if line.startswith("| layer-")]
+    assert "on one in 10 test images of MNIST" in written
 
 
 @pytest.mark.usefixtures("quick")

@@ -16,7 +16,7 @@ from dualform.paper import asides, pictures
 from dualform.paper.analysis import Analysis, analyse
 from dualform.paper.page import page
 from dualform.paper.section import Section
-from dualform.paper.settings import LAYERS, Settings
+from dualform.paper.settings import LAYERS, Settings, completed
 from dualform.paper.summary import lists_over, over
 from dualform.paper.tasks import Task, load
 from dualform.paper.training import Progress
@@ -72,7 +72,7 @@ def run(
 
 def write_page(out: Path, command: str) -> Path:
     """The page and the figures over all seeds, from results.json and the figures of single examples."""
-    seeds = json.loads((out / "results.json").read_text())["seeds"]
+    seeds = [_completed(seed) for seed in json.loads((out / "results.json").read_text())["seeds"]]
     experiment, names = seeds[0]["settings"]["experiment"], list(seeds[0]["datasets"])
     drawn = json.loads((out / "figures" / "pictures.json").read_text())
     others = {"inputs": pictures.Picture(**drawn["inputs"])}
@@ -123,7 +123,7 @@ def _seed(
     """One seed; what an earlier run has measured with the same settings is taken from its file."""
     path, recording = out / f"seed-{settings.seed}.json", out / "recordings" / f"seed-{settings.seed}"
     if path.exists() and (not draw or _is_drawn(settings, out / "figures")):
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = _completed(json.loads(path.read_text()))
         if found["settings"] == _plain(settings):
             return found
     analysis = analyse(settings, tasks, recording, progress, thorough=draw)
@@ -137,6 +137,11 @@ def _seed(
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
+    """What a file has, which an earlier version may have written."""
+    return found | {"settings": completed(found["settings"])}
+
+
 def _plain(settings: Settings) -> Any:
     """As they come back from a file."""
     return json.loads(json.dumps(settings.to_dict()))
@@ -145,7 +150,7 @@ def _plain(settings: Settings) -> Any:
 def _is_drawn(settings: Settings, folder: Path) -> bool:
     """Whether the figures are of this seed: another run may have begun with another one."""
     path = folder / "pictures.json"
-    return path.exists() and json.loads(path.read_text())["settings"] == _plain(settings)
+    return path.exists() and _completed(json.loads(path.read_text()))["settings"] == _plain(settings)
 
 
 def _draw(settings: Settings, analysis: Analysis, tasks: Mapping[str, Task], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from dualform.errors import QuestionError
@@ -88,6 +88,12 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+
+def completed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings from a file: what has been added since it was written had its default value then."""
+    added = {field.name: field.default for field in fields(Settings) if field.name not in settings}
+    return settings | {name: default for name, default in added.items() if default is not MISSING}
 
 
 @dataclass(frozen=True)
