@@ -1,46 +1,111 @@
-"""Tensors that are checked as they are read, stretch by stretch."""
+"""Files that are checked as they are read, whole or stretch by stretch, as tensors and as arrays."""
 
 import numpy as np
 import pytest
-import torch
 
 from dualform.errors import StoreDamagedError
+from dualform.store.arrays import ArrayFile
+from dualform.store.format import File, checksum
 from dualform.store.mapped import TensorFile
 from dualform.store.safe import write_tensors
 
 TABLE = np.arange(70, dtype=np.float32).reshape(10, 7)
 
 
+KINDS = pytest.mark.parametrize("kind", [TensorFile, ArrayFile])
+
+
 @pytest.fixture
 def written(tmp_path):
     path = tmp_path / "some.safetensors"
-    return path, write_tensors(path, {"table": [TABLE], "none": [np.zeros((0, 3), np.float32)]})
+    tensors = {"table": [TABLE], "none": [np.zeros((0, 3), np.float32)], "flags": [np.array([True, False])]}
+    return path, write_tensors(path, tensors)
 
 
+def damage(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@KINDS
+def test_names_and_content(written, kind):
+    file = kind(*written)
+    assert list(file) == ["flags", "none", "table"]
+    assert "table" in file
+    assert "other" not in file
+    np.testing.assert_array_equal(np.asarray(file["table"]), TABLE)
+    assert np.asarray(file["flags"]).tolist() == [True, False]
+    assert tuple(file["none"].shape) == (0, 3)
+
+
+@KINDS
 @pytest.mark.parametrize("rows", [1, 3, 10, 11])
-def test_stretches_are_the_tensor(written, rows):
-    file = TensorFile(*written)
+def test_stretches_are_the_tensor(written, kind, rows):
+    file = kind(*written)
     for _ in range(2):  # checked, and then known
         found = list(file.stretches("table", rows))
         assert [low for low, _ in found] == list(range(0, 10, rows))
-        assert torch.equal(torch.cat([some for _, some in found]), torch.from_numpy(TABLE))
-    assert torch.equal(file["table"], torch.from_numpy(TABLE))
+        np.testing.assert_array_equal(np.concatenate([np.asarray(some) for _, some in found]), TABLE)
+    np.testing.assert_array_equal(np.asarray(file["table"]), TABLE)
     assert [tuple(some.shape) for _, some in file.stretches("none", rows)] == [(0, 3)]
 
 
+@KINDS
 @pytest.mark.parametrize("rows", [1, 3, 10, 11])
-def test_damage_is_raised_in_the_place_of_the_last_stretch(written, rows):
+def test_damage_is_raised_in_the_place_of_the_last_stretch(written, kind, rows):
     path, file = written
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    seen = []
+    damage(path, -3)
+    seen, damaged = [], kind(path, file)
     with pytest.raises(StoreDamagedError, match="the checksum of 'table' does not fit"):
-        for low, _ in TensorFile(path, file).stretches("table", rows):
+        for low, _ in damaged.stretches("table", rows):
             seen.append(low)
     assert len(seen) == -(-10 // rows) - 1
+    with pytest.raises(StoreDamagedError, match="the checksum of 'table' does not fit"):
+        damaged["table"]
 
 
-def test_a_tensor_that_is_not_there(written):
+@KINDS
+def test_a_reader_that_stops_early_has_checked_nothing(written, kind):
+    path, file = written
+    damage(path, -3)
+    damaged = kind(path, file)
+    next(damaged.stretches("table", 4))
+    with pytest.raises(StoreDamagedError, match="the checksum of 'table' does not fit"):
+        damaged["table"]
+
+
+@KINDS
+@pytest.mark.parametrize("place", [0, 3, 12, 60])
+def test_a_damaged_header(written, kind, place):
+    path, file = written
+    damage(path, place)
+    with pytest.raises(StoreDamagedError, match="the checksum of its header does not fit"):
+        kind(path, file)
+
+
+@KINDS
+def test_a_tensor_that_is_not_there(written, kind):
     with pytest.raises(StoreDamagedError, match="it has no tensor 'other'"):
-        list(TensorFile(*written).stretches("other", 1))
+        list(kind(*written).stretches("other", 1))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b'{"table":{"dtype":"F32","shape":[99,7],"data_offsets":[0,2772]}}',
+        b'{"table":{"dtype":"F32","shape":[-1,7],"data_offsets":[0,2772]}}',
+        b'{"table":{"dtype":"F32","shape":[1,7],"data_offsets":[-99,28]}}',
+        b'{"table":{"dtype":"F9","shape":[1,7],"data_offsets":[0,28]}}',
+        b'{"table":{"shape":[1,7]}}',
+        b'{"table":7}',
+        b"7",
+    ],
+)
+def test_a_header_that_somebody_has_made_up_is_refused(tmp_path, kind, header):
+    path, head = tmp_path / "some.safetensors", len(header).to_bytes(8, "little") + header
+    path.write_bytes(head + bytes(64))
+    with pytest.raises(StoreDamagedError, match="is damaged"):
+        kind(path, File(len(head) + 64, checksum(head)))["table"]

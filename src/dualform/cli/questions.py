@@ -271,22 +271,31 @@ def passages(
     as_json: Json = False,
 ) -> None:
     """Show the training passages that a recorded language model reads from after a prompt."""
-    from dualform.paper.language.asking import Recorded
-    from dualform.paper.language.showing import show
+    from dualform.paper.language import kept
 
-    found = Recorded(run).ask(
-        prompt.replace("\\n", "\n"),
-        top=top,
-        where=where,
-        part=part.value,
-        gate=None if gate is None else gate.value,
-        target=target,
-        absolute=absolute,
-        mean=mean,
-        slots=slots,
-        width=width,
-    )
+    prompt = prompt.replace("\\n", "\n")
+    by_slot = gate is not None or target is not None or absolute or slots
+    totals = None if by_slot else kept.find(run, where)
+    if totals is not None:
+        found = totals.ask(prompt, top=top, where=where, part=part.value, mean=mean, width=width)
+    else:
+        from dualform.paper.language.asking import Recorded
+
+        found = Recorded(run).ask(
+            prompt,
+            top=top,
+            where=where,
+            part=part.value,
+            gate=None if gate is None else gate.value,
+            target=target,
+            absolute=absolute,
+            mean=mean,
+            slots=slots,
+            width=width,
+        )
     if as_json:
         print_json(found.to_dict())
     else:
+        from dualform.paper.language.showing import show
+
         show(Console(), found)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
 from dualform.errors import MaskError
-from dualform.store.reader import Store
-from dualform.store.slots import SlotChunk
+
+if TYPE_CHECKING:
+    from dualform.store.reader import Store
+    from dualform.store.slots import SlotChunk
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 

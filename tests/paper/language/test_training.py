@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy
 
 from dualform.errors import QuestionError
 from dualform.paper.language import training
-from dualform.paper.language.model import Shape, built
+from dualform.paper.language.model import built
 from dualform.paper.language.reading import batch
 from dualform.paper.language.settings import settings_for
+from dualform.paper.language.shape import Shape
 
 SETTINGS = replace(settings_for("aesop", "small"), embedding=4, state=6, batch=3, window=5, dropout=0.3, lr=0.02)
 IDS = np.random.default_rng(0).integers(0, 7, 40).astype(np.int32)

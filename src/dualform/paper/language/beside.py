@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dualform.errors import NotRecordedError, StoreDamagedError
-from dualform.paper.language.model import LAYER, LanguageModel, Shape, built
+from dualform.paper.language.shape import LAYER, Shape
 from dualform.paper.language.text import Part, Text
+
+if TYPE_CHECKING:
+    from dualform.paper.language.model import LanguageModel
 
 JSON, TOKENS = "text.json", "text.safetensors"
 COLUMN = "text_position"
@@ -35,6 +38,8 @@ class Beside:
 
     def model(self) -> LanguageModel:
         """A model of the right sizes; its weights come from the recording."""
+        from dualform.paper.language.model import built  # whoever needs no model need not wait for PyTorch
+
         return built(self.shape, 0)
 
 

@@ -13,10 +13,11 @@ import torch
 import dualform
 from dualform.paper.language import beside
 from dualform.paper.language.asking import Recorded
-from dualform.paper.language.model import LAYER, built
+from dualform.paper.language.model import built
 from dualform.paper.language.reading import batch
 from dualform.paper.language.recording import Progress
 from dualform.paper.language.settings import Settings
+from dualform.paper.language.shape import LAYER
 from dualform.paper.language.text import Passage, Text
 from dualform.paper.language.training import adam, start, train_step
 

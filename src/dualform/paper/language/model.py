@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
+from dualform.paper.language.shape import Shape
+
 State = tuple[Tensor, Tensor]
 """(1, rows, d_state) each: hidden state and cell."""
-LAYER = "lstm"
-"""The layer that is asked about: the single linear map that makes all gates from input and previous hidden state."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a language model."""
-
-    vocabulary: int
-    embedding: int
-    state: int
-    dropout: float = 0.0
-    between: int = 0
-    """Width of a linear map between embedding and LSTM: the paper's text has none, the authors' code for characters has 1024."""
-
-    @property
-    def key(self) -> int:
-        """The width of the LSTM's keys: input and previous hidden state."""
-        return (self.between or self.embedding) + self.state
 
 
 class LanguageModel(nn.Module):
@@ -38,7 +19,7 @@ class LanguageModel(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.embedding)
         self.between = nn.Linear(shape.embedding, shape.between) if shape.between else nn.Identity()
-        self.lstm = nn.LSTM(shape.between or shape.embedding, shape.state, batch_first=True)
+        self.lstm = nn.LSTM(shape.input, shape.state, batch_first=True)
         self.dropout = nn.Dropout(shape.dropout)
         self.decoder = nn.Linear(shape.state, shape.vocabulary)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 import dualform
 from dualform.errors import RecordingError
 from dualform.paper.language import beside
-from dualform.paper.language.model import LAYER, LanguageModel, State, built
+from dualform.paper.language.model import LanguageModel, State, built
 from dualform.paper.language.reading import batch
 from dualform.paper.language.settings import Settings
+from dualform.paper.language.shape import LAYER
 from dualform.paper.language.text import Text
 from dualform.paper.language.training import adam, evaluate, start, train_step
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualform.errors import QuestionError
-from dualform.paper.language.model import Shape
+from dualform.paper.language.shape import Shape
 
 
 @dataclass(frozen=True)

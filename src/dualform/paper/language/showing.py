@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dualform.paper.language.asking import Asked
+from dualform.paper.language.asked import Asked
 from dualform.paper.language.text import LINE_END, Passage
 
 MARK = "bold reverse"

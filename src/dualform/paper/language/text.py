@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dualform import texts
 from dualform.errors import DataError, QuestionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 UNITS = ("character", "word")
@@ -80,8 +81,8 @@ class Text:
             raise QuestionError(f"{self.name} has no part {name!r}.")
         return found
 
-    def encode(self, prompt: str) -> Tensor:
-        """(tokens,): the numbers of a prompt's tokens. Words stand between blanks; the end of a line is a token."""
+    def numbered(self, prompt: str) -> list[int]:
+        """The numbers of a prompt's tokens. Words stand between blanks; the end of a line is a token."""
         tokens = split(prompt, self.unit)
         if not tokens:
             raise QuestionError(f"the prompt is empty: expected at least one {self.unit}.")
@@ -97,7 +98,13 @@ class Text:
             raise QuestionError(
                 f"not among the {len(self.vocabulary):,} {self.unit}s of {self.name}'s vocabulary: {listed}.{rare}"
             )
-        return torch.tensor([self.numbers[token] for token in tokens])
+        return [self.numbers[token] for token in tokens]
+
+    def encode(self, prompt: str) -> Tensor:
+        """(tokens,): a prompt for a model."""
+        import torch  # not for who reads passages alone
+
+        return torch.tensor(self.numbered(prompt))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Tokens as text."""
