@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import dualform
 from dualform.cli import app
+from dualform.dual.weights import rebuilt
 
 WIDTH = {"COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -137,7 +138,6 @@ def test_verify_passes(run):
 
 
 def test_verify_fails_where_the_weights_are_not_what_the_slots_say(tmp_path, run, monkeypatch):
-    rebuilt = dualform.dual.weights.rebuilt
     monkeypatch.setattr("dualform.dual.side_by_side.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
     failed = call("verify", run)
     assert failed.exit_code == 1
