@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dualform import data
 from dualform.cli import app
 from dualform.paper import analysis, pictures, run, settings, training
+from dualform.paper.tasks import load
 
 TINY = {"train_images": 200, "test_images": 40, "width": 8, "batch": 8, "top": 6}
 WIDTH = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -175,6 +176,16 @@ def test_what_an_older_version_has_measured_is_not_done_again(ran, tmp_path, mon
     assert run.run(tiny(), tmp_path / "out", seeds=2, command="the command").read_text() == ran.page.read_text()
     results = [json.loads((out / "results.json").read_text()) for out in (tmp_path / "out", ran.out)]
     assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_an_older_version_has_trained_is_not_trained_again(tmp_path, monkeypatch):
+    chosen = tiny(steps=4)
+    tasks, told = load(chosen, None), lambda *_: None
+    first = training.train(chosen, tasks, tmp_path / "run", told)
+    older(tmp_path / "run" / training.FINISHED)
+    monkeypatch.setattr(training, "_batches", refuse)
+    assert training.train(chosen, tasks, tmp_path / "run", told) == first
 
 
 COMMITTED = [

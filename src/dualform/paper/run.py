@@ -139,7 +139,7 @@ def _seed(
 
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
     """What a file has, which an earlier version may have written."""
-    return found | {"settings": completed(found["settings"])}
+    return found | {"settings": completed(Settings, found["settings"])}
 
 
 def _plain(settings: Settings) -> Any:

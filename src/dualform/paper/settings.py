@@ -90,9 +90,9 @@ class Settings:
         return asdict(self)
 
 
-def completed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings from a file: what has been added since it was written had its default value then."""
-    added = {field.name: field.default for field in fields(Settings) if field.name not in settings}
+def completed(kind: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings (a dataclass) from a file: what has been added since it was written had its default value then."""
+    added = {field.name: field.default for field in fields(kind) if field.name not in settings}
     return settings | {name: default for name, default in added.items() if default is not MISSING}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.paper.network import two_hidden
-from dualform.paper.settings import CLASSES, Settings
+from dualform.paper.settings import CLASSES, Settings, completed
 from dualform.paper.tasks import Task
 
 Progress = Callable[[str, int, int], None]
@@ -47,7 +47,7 @@ def train(settings: Settings, tasks: Mapping[str, Task], folder: Path, progress:
     finished = folder / FINISHED
     if finished.exists():
         found = json.loads(finished.read_text())
-        if found.pop("settings") == json.loads(json.dumps(settings.to_dict())):
+        if completed(Settings, found.pop("settings")) == json.loads(json.dumps(settings.to_dict())):
             return Trained(**{**found, "accuracies": tuple(found["accuracies"])})
     bare = _bare_seconds(settings, tasks, progress)
     folder.parent.mkdir(parents=True, exist_ok=True)

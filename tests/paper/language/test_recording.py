@@ -1,10 +1,13 @@
 """A recorded training of a language model: the same with a pause, and the same with any way to record."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from story import SETTINGS
 
 import dualform
@@ -47,6 +50,19 @@ def test_another_training_is_not_overwritten(tmp_path, story):
     train(story, replace(SETTINGS, steps=1), tmp_path / "run")
     with pytest.raises(RecordingError, match="holds another training"):
         train(story, replace(SETTINGS, lr=0.5), tmp_path / "run")
+
+
+def test_a_training_of_an_older_version_goes_on(tmp_path, story):
+    """Whose settings did not have all that there is now."""
+    train(story, replace(SETTINGS, steps=2), tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint-2.safetensors"
+    with safe_open(path, "pt") as file:
+        trained = json.loads(file.metadata()["trained"])
+    del trained["settings"]["predicted"], trained["settings"]["between"]
+    save_file(load_file(path), path, {"trained": json.dumps(trained)})
+    _, found = train(story, replace(SETTINGS, steps=3), tmp_path / "run")
+    assert found.steps == 3
+    assert found.settings == replace(SETTINGS, steps=0).to_dict()
 
 
 def test_all_slots_stay_within_their_bound(tmp_path, story, monkeypatch):

@@ -22,6 +22,7 @@ from dualform.paper.language.settings import Settings
 from dualform.paper.language.shape import LAYER
 from dualform.paper.language.text import Text
 from dualform.paper.language.training import adam, evaluate, start, train_step
+from dualform.paper.settings import completed
 
 Progress = Callable[[str, int, int], None]
 TRAINED, CHECKPOINT = "trained.json", "checkpoint-{step}.safetensors"
@@ -156,6 +157,7 @@ def _checkpoint(folder: Path, wanted: Trained) -> tuple[Trained, dict[str, Tenso
         return None
     with safe_open(paths[-1], "pt") as file:
         trained = Trained(**json.loads(file.metadata()["trained"]))
+    trained.settings = completed(Settings, trained.settings)
     if (trained.settings, trained.keep) != (wanted.settings, wanted.keep):
         raise RecordingError(
             f"{folder} holds another training ({trained.keep}, {trained.settings}). Choose another folder, or remove it."
