@@ -197,3 +197,33 @@ def test_before_the_first_step_there_is_nothing_to_rank(always, epochs):
     attention = epochs.until(0).attend(torch.randn(5, 6))["0"]
     for how in ({}, {"per": "label"}, {"where": pl.col("label") == 1}):
         assert attention.top(3, **how).is_empty()
+
+
+def test_a_chunk_that_was_cut_has_keys_of_slots_that_no_longer_count(always, tmp_path):
+    """Four samples in the first three steps, twelve in the later ones: as many keys as slots are left, in another order."""
+    always.setattr(pruned, "LOOK", 4)
+    always.setattr(pruned, "TIMES", 1)
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(16, 6), torch.arange(16) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(recorder, batches):
+        for ids in batches:
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs[ids]), labels[ids]).backward()
+            optimizer.step()
+
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        train(recorder, torch.tensor([[0, 1, 1, 2], [2, 3, 0, 0], [1, 3, 2, 1]]))
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        train(recorder, [torch.arange(12)])
+    model.load_state_dict(kept)
+    with dualform.record(model, optimizer, tmp_path / "run", resume=3) as recorder:
+        train(recorder, torch.tensor([[15, 14, 13, 12]]))
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.store.manifest.chunks[0].keys[0] == dual.store.manifest.chunks[0].slots[0] == 12
+    for answer in (dual.attend(torch.randn(5, 6))["0"], dual.contributions(torch.randn(5, 6))["0"]):
+        for where in (None, pl.col("sample_id") > 0):
+            assert answer.best(3, where=where).slots.equal(answer._multiplied(3, "highest", where).slots)

@@ -49,6 +49,7 @@ class Store(Sealed):
         self._slot_files: dict[int, TensorFile] = {}
         self._updates: dict[int, pl.DataFrame] = {}
         self._parts: dict[tuple[str, int | None], list[SlotChunk]] = {}
+        self._shared: dict[str, bool] = {}
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -134,10 +135,19 @@ class Store(Sealed):
         return any(parameter in layer.vectors() for layer in self.manifest.layers)
 
     def has_equal_keys(self, name: str) -> bool:
-        """Whether some of a layer's slots share a stored key."""
-        number, layer = self.layer(name)
-        return layer.form == "vectors" and any(
-            chunk.keys[number] < chunk.slots[number] for chunk in self.manifest.chunks
+        """Whether slots share stored keys; else the key of a slot has the slot's own number."""
+        if name not in self._shared:
+            number, layer = self.layer(name)
+            fewer = any(chunk.keys[number] != chunk.slots[number] for chunk in self.manifest.chunks)
+            # As many need not be the same: a chunk that was cut (a resumed run) has all its keys, and only some of its slots
+            self._shared[name] = layer.form == "vectors" and (fewer or not self._in_order(name))
+        return self._shared[name]
+
+    def _in_order(self, name: str) -> bool:
+        """Whether each slot has the key of its own number, where there are as many keys as slots in each chunk."""
+        return all(
+            chunk.key_numbers is None or np.array_equal(chunk.key_numbers, chunk.first_slot + np.arange(chunk.slots))
+            for chunk in self.addresses(name)
         )
 
     def key_count(self, name: str) -> int:
