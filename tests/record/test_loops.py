@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import polars as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import BatchError, RecordingError, UnexplainedError
+from training import assert_same_weights
 
 GAP = 1e-12
 
@@ -545,6 +547,22 @@ def test_resume_from_a_checkpoint(path, at, dtype):
         mine, theirs = one.attend(query)[layer].top(48), other.attend(query)[layer].top(48)
         assert mine.drop("weight").equals(theirs.drop("weight"))
     assert one.store.key_count("0") == other.store.key_count("0")
+
+
+@pytest.mark.parametrize("keep", ["slots", "totals"])
+def test_resume_with_nothing_left_to_train_loses_no_layer(path, keep):
+    """A script that is run again after its last step."""
+    model = network(4, 8, 2)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path, keep=keep, totals=["sample_id"]) as recorder:
+        train(model, optimizer, recorder, batches(4))
+    expected = dualform.open(path, model).masked(drop=pl.col("sample_id") < 3)
+    with dualform.record(model, optimizer, path, keep=keep, totals=["sample_id"], resume=True):
+        pass
+    dual = dualform.open(path, model)
+    assert dual.layers == ["0", "2"]
+    assert dual.info()["left_out"] == {}
+    assert_same_weights(dual.masked(drop=pl.col("sample_id") < 3), expected.state_dict())
 
 
 def test_resume_refuses_other_weights(path):

@@ -91,7 +91,16 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
     books.next_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
     if before.keep == "totals" and before.totals is not None:
         books.next_row = before.totals.rows
+    for module in ledger.modules:
+        module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
     return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
+
+
+def _has_slots(store: Store, before: Manifest, layer: int) -> bool:
+    """Whether a layer was called in what is gone on with."""
+    if before.keep == "totals":
+        return before.totals is not None and any(name.endswith(f".{layer}.visits") for name in store.totals())
+    return any(chunk.slots[layer] for chunk in before.chunks)
 
 
 def totals(folder: Path, now: Manifest, wanted: Sequence[Grouping]) -> Store | None:
