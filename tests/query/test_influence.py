@@ -182,7 +182,9 @@ def test_rows_have_no_position(language):
 
 @pytest.mark.parametrize("method", ["kernel", "sketch"])
 def test_many_labels_a_row_are_refused(language, method):
-    with pytest.raises(NotRecordedError, match=r'4 positions for each row, hence several labels.*method="whitened"'):
+    with pytest.raises(
+        NotRecordedError, match=r'several slots for each row .*, hence several labels.*method="whitened"'
+    ):
         language.dual.influence(torch.tensor([[1, 2, 3, 4]]), target=likely, method=method)
 
 

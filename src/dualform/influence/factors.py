@@ -32,7 +32,7 @@ SLOTS_TAKEN = 16384
 """So many slots of a segment give a layer's curvature, from steps spread over it."""
 STEPS_TAKEN = 16
 """From so many steps at least, if there are as many."""
-VERSION = 3
+VERSION = 4
 """Of what is kept."""
 ROWS = 8192
 """So many rows are looked at at a time."""
@@ -89,7 +89,7 @@ def built_factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
         for block in np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)).tolist()
     ]
     slots = sum(int(chunk.counts[block]) for chunk, block in calls)
-    rows = sum(int(chunk.blocks[block, 4]) for chunk, block in calls if chunk.blocks[block, 2] == 0)
+    rows = sum({int(chunk.blocks[block, 3]): int(chunk.blocks[block, 4]) for chunk, block in calls}.values())
     positions = slots / max(1, rows)
     maps = recorded_factors(store, layer, segment, positions)
     if maps is None:

@@ -112,6 +112,10 @@ def pieces_in(
 
 
 def one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
-    """Whether each row of a segment has one slot at most."""
-    chunks = store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
-    return all(bool(((chunk.blocks[:, 2] == 0) & (chunk.blocks[:, 5] == 1)).all()) for chunk in chunks)
+    """Whether each row of a segment has one slot at most: not so if a module is called twice, or if two passes go backward."""
+    for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end):
+        blocks = chunk.blocks[(chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)]
+        firsts, counts, positions = blocks[np.argsort(blocks[:, 3]), 3:].T
+        if (positions != 1).any() or (firsts[1:] < firsts[:-1] + counts[:-1]).any():
+            return False
+    return True

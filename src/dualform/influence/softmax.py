@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError
-from dualform.influence.pieces import Window, pieces_in, windows
+from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
 from dualform.influence.segments import Segment
 from dualform.layers.streams import Layer
 from dualform.store.reader import Store
@@ -48,15 +48,15 @@ class Misfit:
 
     def __init__(self, store: Store, segment: Segment, layer: Layer):
         """layer: the one whose output is the logits."""
+        if not one_slot_a_row(store, layer, segment):
+            raise NotRecordedError(
+                f"layer {layer.name!r} has several slots for each row (positions, calls, or backward passes), hence several labels. The "
+                f'methods "kernel" and "sketch" are for one label a row; ask method="whitened".'
+            )
         self._first = segment.first_row
         self._found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float64)
         for window in windows(store, segment.first_row, segment.end_row, ROWS):
             for here, piece, _, errors in pieces_in(store, layer, window, torch.float64):
-                if piece.positions != 1:
-                    raise NotRecordedError(
-                        f"layer {layer.name!r} has {piece.positions} positions for each row, hence several labels. The methods "
-                        f'"kernel" and "sketch" are for one label a row; ask method="whitened".'
-                    )
                 place = slice(*(window.begin - self._first + n for n in (here.start, here.stop)))
                 self._found[place] = misfit(errors * piece.batch(torch.float64)[:, None], layer.name)
 
