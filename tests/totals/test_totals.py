@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualform
+from dualform.dual.totals import find
 from dualform.errors import NotRecordedError, QuestionError, RecordingError
 from dualform.record import recorder
 
@@ -225,6 +226,27 @@ def test_conditions_that_compare_rows_are_answered_from_rows(tmp_path, keep):
     expected = dualform.open(tmp_path / "plain", plain).masked(keep=keep).parameters()
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [[0, 4], [4, 0], [0, 0, 4, 0]])
+def test_an_empty_batch_is_in_no_group(tmp_path, order):
+    model, ids, labels = network(), torch.arange(8), torch.arange(8) % CLASSES
+    x = torch.randn(8, FEATURES, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", totals=["label"]) as recorder:
+        for step in range(2):
+            optimizer.zero_grad()
+            for count in order:
+                some = ids[4 * step :][:count]
+                recorder.batch(sample_id=some, label=labels[some])
+                F.cross_entropy(model(x[some]), labels[some], reduction="sum").backward()
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    found = dual.attend(x)["0"].total("label").sort("query", "label")["total"].to_numpy().reshape(8, CLASSES)
+    expected = [[(x[labels == label] @ query).sum() for label in range(CLASSES)] for query in x]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    view = find(dual.store, ["label"], dual.end_step, deltas=True)
+    torch.testing.assert_close(view.rebuilt("2.weight"), model[2].weight.detach(), rtol=0, atol=1e-14)
 
 
 def test_marks_are_kept_with_totals_alone(tmp_path):

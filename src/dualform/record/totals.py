@@ -79,6 +79,8 @@ class OnlineTotals:
     def add(self, step: records.Step) -> None:
         """A step is finished."""
         for rows in step.rows:
+            if not rows.count:  # the batch after it begins with the same row
+                continue
             self._row_groups[rows.first_row] = [self._number(numbering, rows) for numbering in self._numbering]
         counts = [len(numbering) for numbering in self._numbering]
         needed = self._sums.nbytes(counts)
@@ -139,6 +141,8 @@ class OnlineTotals:
         return Maps(decoded.reshape(-1, layer.geometry.channels, *blocks[0].shape[1:]), layer.geometry)
 
     def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
+        if not block.rows:
+            return np.zeros(0, dtype=np.int64)
         codes = self._row_groups[block.first_row][grouping]
         if codes.ndim == 1:
             return np.repeat(codes, block.positions)
