@@ -42,3 +42,12 @@ def test_shapes():
     assert numbering.number({"n": 5}, (2,)).tolist() == [0, 0]  # a scalar: from here on by dictionary
     assert numbering.number({"n": np.array([7, 9])}, (2,)).tolist() == [2, 3]
     assert numbering.table(SCHEMA)["n"].to_list() == [5, 6, 7, 9]
+
+
+def test_what_is_no_number_is_one_group():
+    schema, entries = {"n": pl.Float64()}, np.array([1.0, np.nan, np.nan])
+    numbering = Numbering(["n"])
+    assert numbering.number({"n": entries}, (3,)).tolist() == [0, 1, 1]
+    assert numbering.number({"n": entries[::-1]}, (3,)).tolist() == [1, 1, 0]
+    assert numbering.table(schema)["n"].equals(pl.Series("n", [1.0, np.nan]))
+    assert Numbering(["n"], numbering.table(schema)).number({"n": entries}, (3,)).tolist() == [0, 1, 1]

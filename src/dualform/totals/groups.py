@@ -16,6 +16,10 @@ SMALL = 1 << 27
 largest that has appeared."""
 
 
+NAN = float("nan")
+"""One for all: a dictionary finds it again only by being the same."""
+
+
 class Numbering:
     """The groups that some columns make, in the order in which they appear."""
 
@@ -48,7 +52,7 @@ class Numbering:
                 array = array[:, None]
             flat = np.broadcast_to(array, shape).reshape(-1)
             found, inverse = np.unique(flat.astype(str) if flat.dtype == object else flat, return_inverse=True)
-            parts.append(found.tolist())
+            parts.append([NAN if entry != entry else entry for entry in found.tolist()])
             codes = codes * len(found) + inverse.reshape(-1)
         met, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
         numbers = np.empty(len(met), dtype=np.int64)
