@@ -196,6 +196,11 @@ def test_a_language_model_needs_a_target(language):
 # What is refused
 
 
+def test_no_layers_have_no_influence(trained, asked):
+    with pytest.raises(QuestionError, match="influence\\(\\) of no layers"):
+        trained.dual.influence(asked, layers=[])
+
+
 @pytest.mark.parametrize("method", ["kernel", "sketch"])
 def test_other_losses_are_refused_by_kernel_and_sketch(tmp_path, asked, method):
     model, (inputs, _) = network(), samples()

@@ -186,6 +186,16 @@ def test_errors_say_what_to_do(tmp_path, settings, message):
         train(tmp_path / "run", network(), **settings)
 
 
+def test_some_output_units_have_key_sums_only(tmp_path):
+    model = network()
+    train(tmp_path / "run", model, outputs={"2": [0, 2]})
+    for kind in ("both", "deltas"):
+        with pytest.raises(NotRecordedError, match=r"'2' only the error signals of some output units.*kind=\"keys\""):
+            dualform.build_totals(tmp_path / "run", "label", kind=kind)
+    dualform.build_totals(tmp_path / "run", "label", kind="keys")
+    assert [g.kind for g in dualform.open(tmp_path / "run", model).store.manifest.totals.groupings] == ["keys"]
+
+
 def test_what_totals_cannot_answer(tmp_path):
     model = network()
     x = train(tmp_path, model, keep="totals", totals=["label"])

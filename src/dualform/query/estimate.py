@@ -61,6 +61,8 @@ def estimate(
     progress: Progress | None = None,
 ) -> Influence:
     """The influence of a run's rows, up to step `end`, on a target for test inputs."""
+    if not layers:
+        raise QuestionError("influence() of no layers: name some with layers=, or leave it out for all.")
     found = segments(store, end, settings.segments, settings.sample)
     dtype = compute_dtype(store, layers[0].parameters[0])
     aim = margin(model_at(end).eval(), inputs, rows, target)

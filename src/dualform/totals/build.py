@@ -53,6 +53,12 @@ def build_totals(
         if kind not in KINDS:
             raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}.")
         kind = "keys" if store.manifest.keep == "keys" else kind
+        parts = [layer.name for layer in store.manifest.layers if layer.outputs]
+        if parts and kind != "keys":
+            raise NotRecordedError(
+                f"kind={kind!r}: of layer {parts[0]!r} only the error signals of some output units were kept (outputs=), so a "
+                f'group\'s part of its weights is not known. Ask kind="keys".'
+            )
         old = store.manifest.totals
         others = [g for g in old.groupings if g.columns != columns] if old and old.step == store.end_step else []
         groupings = [*others, Grouping(columns, kind)]
