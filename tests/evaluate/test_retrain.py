@@ -1,3 +1,6 @@
+from functools import partial
+
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -90,6 +93,27 @@ def test_a_folder_belongs_to_one_study(tmp_path):
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(StudyError, match="holds something else"):
         Retrained(tiny.study(), tmp_path / "other").outcomes(jobs)
+
+
+def closing(setting):
+    return lambda ids, seed: tiny.train(ids, seed) if setting is not None else None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda lr: partial(tiny.Faster.__call__, tiny.Faster(1.0), seed=lr),
+        lambda lr: partial(tiny.train, folder=lr),
+        lambda lr: tiny.Faster(lr).__call__,
+        lambda lr: closing(np.array([lr])),
+    ],
+)
+def test_settings_count_wherever_a_function_has_them(tmp_path, made):
+    one, same, other = (Retrained(tiny.study(train=made(lr)), tmp_path / "kept") for lr in (1.0, 1.0, 2.0))
+    one.outcomes([])
+    same.outcomes([])
+    with pytest.raises(StudyError, match="trainings of another study"):
+        other.outcomes([])
 
 
 def test_what_cannot_travel_or_is_no_model_is_said(tmp_path):

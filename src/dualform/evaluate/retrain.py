@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,11 +137,10 @@ class Retrained:
         """Changes with the architecture, the test examples, and the names and settings of the functions; not with their code."""
         names = f"{self.study.model} {_named(self.study.train)} {_named(self.study.target)}"
         digest = xxhash.xxh3_64(names.encode())
-        for part in (self.study.inputs, vars(self.study.train), vars(self.study.target)):
+        for part in (self.study.inputs, _settings(self.study.train), _settings(self.study.target)):
             for value in _inside(part):
-                digest.update(
-                    value.detach().cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
-                )
+                array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+                digest.update(array.tobytes() if isinstance(array, np.ndarray) else repr(array).encode())
         return digest.hexdigest()
 
 
@@ -171,17 +171,31 @@ def _retrain(ids: np.ndarray[Any, Any], seed: int) -> None:
 
 
 def _named(function: Any) -> str:
+    if isinstance(function, partial):
+        return _named(function.func)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _inside(value: Any) -> Iterator[Tensor | str | int | float | None]:
-    """The tensors and plain values that something is made of."""
+def _settings(function: Any) -> list[Any]:
+    """What a function brings along: its attributes or its object's, what it closes over, what a partial has set."""
+    if isinstance(function, partial):
+        return [function.args, function.keywords, *_settings(function.func)]
+    owner = function.__self__ if isinstance(function, MethodType) else None
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [*(getattr(one, "__dict__", {}) for one in (function, owner)), cells]
+
+
+Plain = Tensor | np.ndarray[Any, Any] | str | int | float | None
+
+
+def _inside(value: Any) -> Iterator[Plain]:
+    """The tensors, arrays and plain values that something is made of."""
     if isinstance(value, Mapping):
         for name in value:
             yield from _inside(value[name])
     elif isinstance(value, (tuple, list)):
         for one in value:
             yield from _inside(one)
-    elif value is None or isinstance(value, (Tensor, str, int, float)):
+    elif value is None or isinstance(value, (Tensor, np.ndarray, str, int, float)):
         yield value
