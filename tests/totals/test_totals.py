@@ -153,6 +153,43 @@ def test_totals_go_on_after_resume(tmp_path):
     )
 
 
+def test_totals_alone_stay_where_the_checkpoint_is(tmp_path, monkeypatch):
+    """An error, or the recorder's own snapshots, would take them to a step that no checkpoint has."""
+    monkeypatch.setattr(recorder, "SNAPSHOT_SHARE", 0)
+    model, labels = network(), torch.arange(SAMPLES) % CLASSES
+    x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(recorder, count):
+        for _ in range(count):
+            recorder.batch(label=labels)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+
+    options = {"keep": "totals", "totals": ["label"], "chunk_bytes": 1}
+    with pytest.raises(KeyboardInterrupt), dualform.record(model, optimizer, tmp_path / "run", **options) as recording:
+        steps(recording, 3)
+        assert recording.seal() == 3
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        steps(recording, 4)
+        raise KeyboardInterrupt
+    for count in (0, 2):
+        model.load_state_dict(kept)
+        assert dualform.open(tmp_path / "run").end_step == 3
+        with pytest.raises(KeyboardInterrupt), dualform.record(
+            model, optimizer, tmp_path / "run", resume=3, **options
+        ) as recording:  # fmt: skip
+            steps(recording, count)
+            raise KeyboardInterrupt
+    model.load_state_dict(kept)
+    with dualform.record(model, optimizer, tmp_path / "run", resume=3, **options) as recording:
+        steps(recording, 2)
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.end_step == 5
+    assert dual.verify().passed
+
+
 def test_per_position_totals(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, 2).double()

@@ -82,6 +82,8 @@ class Recorder:
         self._updating = False
         self._early_log: dict[str, float] = {}
         self._since_snapshot = 0
+        self._checkpointed = self._only_totals and self._next_step > 0
+        """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
         self._closed = False
         self._waiting = [
             (one, [ParameterLedger(-1, name, p, ledger.seed, vector=p.dim() < 2) for name, p in one.parameters.items()])
@@ -138,8 +140,13 @@ class Recorder:
         Gives the number of steps: `resume=` takes it.
         """
         if self._alive():
+            self._checkpointed = self._only_totals
             self._guarded(self._seal_now)
         return self._next_step
+
+    @property
+    def _only_totals(self) -> bool:
+        return self._writer.manifest.keep == "totals"
 
     def _seal_now(self) -> None:
         self._finish_step(snapshot=True)
@@ -172,7 +179,8 @@ class Recorder:
         try:
             self._finish_step()
             if not changes:
-                self._seal()
+                if ended == "closed" or not self._checkpointed:
+                    self._seal()
             else:
                 self._fold()
                 names = ", ".join(sorted(changes))
@@ -293,7 +301,7 @@ class Recorder:
                 self._curvature.add(step, [layer.layer for layer in self._ledger.layers])
             self._hand_over(step)
         enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
-        if snapshot or self._since_snapshot >= enough:
+        if snapshot or (self._since_snapshot >= enough and not self._checkpointed):
             self._seal()
 
     def _hand_over(self, step: records.Step) -> None:
@@ -312,7 +320,7 @@ class Recorder:
             return
         self._totals.fold()
         for step in self._stretch:
-            if self._writer.manifest.keep == "totals":
+            if self._only_totals:
                 for block in step.blocks:
                     block.give_back(self._ledger.store_as.pool)
                 step.drop_slots()

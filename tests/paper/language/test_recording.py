@@ -37,6 +37,35 @@ def test_a_training_goes_on_where_it_stopped(tmp_path, story, monkeypatch):
     assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-18.safetensors"]
 
 
+class Interruption:
+    """Stops a training at the end of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, what, done, total):
+        if (what, done) == ("training", self.step):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("keep", ["totals", "slots"])
+def test_an_interrupted_training_goes_on_from_its_checkpoint(tmp_path, story, monkeypatch, keep):
+    settings = replace(SETTINGS, steps=12)
+    whole, trained = train(story, settings, tmp_path / "whole", keep=keep)
+    now = iter(range(1, 10**6))
+    monkeypatch.setattr(recording, "CHECKPOINT_SECONDS", 12.0)  # ours are by the clock's readings: every few steps
+    monkeypatch.setattr(recording.time, "perf_counter", lambda: next(now))
+    for step in (5, 6, 10):
+        with pytest.raises(KeyboardInterrupt):
+            train(story, settings, tmp_path / "parts", keep=keep, progress=Interruption(step))
+    parts, again = train(story, settings, tmp_path / "parts", keep=keep)
+    assert again.steps == trained.steps == 12
+    assert same(whole, parts)
+    if keep == "totals":
+        ours, theirs = (dualform.open(tmp_path / name).store.totals() for name in ("whole", "parts"))
+        assert torch.equal(ours["0.0.visits"], theirs["0.0.visits"])
+
+
 def test_what_is_done_is_not_done_again(tmp_path, story, monkeypatch):
     model, trained = train(story, replace(SETTINGS, steps=3), tmp_path / "run")
     monkeypatch.setattr(recording, "train_step", None)

@@ -113,10 +113,12 @@ def train(
             if late or trained.steps == settings.steps:
                 break
             if time.perf_counter() - saved > CHECKPOINT_SECONDS:
-                recorder.seal()
                 _save(folder, model, optimizer, state, trained)
+                recorder.seal()
+                _only(folder, trained.steps)
                 saved = time.perf_counter()
-    _save(folder, model, optimizer, state, trained)
+        _save(folder, model, optimizer, state, trained)
+    _only(folder, trained.steps)
     return model, _tested(text, model, folder, trained, progress)
 
 
@@ -143,26 +145,37 @@ def _save(folder: Path, model: LanguageModel, optimizer: torch.optim.Adam, state
     path = folder / CHECKPOINT.format(step=trained.steps)
     save_file(tensors, folder / f".{path.name}", {"trained": json.dumps(asdict(trained))})
     (folder / f".{path.name}").replace(path)
-    for other in folder.glob(CHECKPOINT.format(step="*")):
-        if other != path:
-            other.unlink()
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """By their steps."""
+    return {int(path.stem.split("-")[1]): path for path in folder.glob(CHECKPOINT.format(step="*"))}
+
+
+def _only(folder: Path, step: int) -> None:
+    """Without the checkpoints before this one, now that the recording is sealed there: until then, they were needed."""
+    for other, path in _checkpoints(folder).items():
+        if other != step:
+            path.unlink()
 
 
 def _checkpoint(folder: Path, wanted: Trained) -> tuple[Trained, dict[str, Tensor]] | None:
-    """The last checkpoint of the same training, with its tensors."""
+    """The last checkpoint of the same training that the recording has come to, with its tensors."""
     from safetensors import safe_open
 
-    paths = sorted(folder.glob(CHECKPOINT.format(step="*")))
-    if not paths:
+    known = _checkpoints(folder)
+    sealed = dualform.open(folder).end_step if known else 0
+    path = known.get(max((step for step in known if step <= sealed), default=0))
+    if path is None:
         return None
-    with safe_open(paths[-1], "pt") as file:
+    with safe_open(path, "pt") as file:
         trained = Trained(**json.loads(file.metadata()["trained"]))
     trained.settings = completed(Settings, trained.settings)
     if (trained.settings, trained.keep) != (wanted.settings, wanted.keep):
         raise RecordingError(
             f"{folder} holds another training ({trained.keep}, {trained.settings}). Choose another folder, or remove it."
         )
-    return trained, load_file(paths[-1])
+    return trained, load_file(path)
 
 
 def _restore(model: LanguageModel, optimizer: torch.optim.Adam, tensors: dict[str, Tensor]) -> State:
