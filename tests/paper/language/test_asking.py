@@ -157,3 +157,12 @@ def test_plain_data(kept):
     found = kept.ask(PROMPT, top=1).to_dict()
     assert set(found["found"][0]["passage"]) == {"position", "title", "before", "token", "after"}
     assert pl.DataFrame(found["found"]).height == 1
+
+
+def test_positions_left_out_and_conditions_on_steps_go_together(whole):
+    found = whole.ask(PROMPT, top=400, where="step < 2", slots=True).found
+    gone = {one.passage.position for one in found[:3]}
+    left = whole.ask(PROMPT, top=400, where="step < 2", slots=True, without=gone).found
+    assert [(one.passage.position, one.step) for one in left] == [
+        (one.passage.position, one.step) for one in found if one.passage.position not in gone
+    ]

@@ -140,4 +140,5 @@ class Recorded:
             return recorded
         taken = np.ones(len(self.text.train), dtype=bool) if here is None else here.copy()
         taken[list(without)] = False
-        return pl.col(self._beside.column).is_in(pl.Series(np.flatnonzero(taken)).implode())
+        ours = pl.col(self._beside.column).is_in(pl.Series(np.flatnonzero(taken)).implode())
+        return ours if recorded is None else ours & read_condition(recorded, "where")
