@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,10 @@ class Run:
     target: Tensor
 
 
+_RUNNING: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+"""Hooks see every call of a module, whoever calls it."""
+
+
 def run(
     model: nn.Module,
     layers: Sequence[Layer],
@@ -46,8 +52,20 @@ def run(
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
     gradients: bool = False,
 ) -> Run:
-    """Run a model in evaluation mode."""
-    rows = _rows(inputs) if rows is None else rows
+    """Run a model in evaluation mode. Threads that share it wait for each other."""
+    with _RUNNING.setdefault(model, RLock()):
+        return _run(model, layers, inputs, _rows(inputs) if rows is None else rows, batch_axis, target, gradients)
+
+
+def _run(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    inputs: Any,
+    rows: int,
+    batch_axis: Mapping[str, int],
+    target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
+    gradients: bool,
+) -> Run:
     by_name = {layer.name: layer for layer in layers}
     seen: list[tuple[str, Watch]] = []
     flattened: dict[int, int] = {}
