@@ -1,5 +1,8 @@
 """Keys that several slots share, beside a plain dictionary."""
 
+import gc
+import weakref
+
 import numpy as np
 import polars as pl
 import pytest
@@ -9,6 +12,7 @@ import dualform
 from dualform.query import visits as module
 from dualform.query.groups import Groups
 from dualform.query.visits import Visits
+from dualform.store import moments
 from training import network, samples, sgd, train
 
 INPUTS, LABELS = samples()
@@ -154,3 +158,17 @@ def test_sizes_are_summed_and_not_the_size_of_a_sum(duals):
     attention = duals["one chunk"].attend(INPUTS)["0"]
     signed, sizes = (attention.total("label", absolute=absolute)["total"] for absolute in (False, True))
     assert ((sizes - signed.abs()) > 0.1).any()
+
+
+def test_many_moments_take_no_more_memory_than_a_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(moments, "MOST", 3)
+    dual, held = train(tmp_path / "run", steps=12).dual, weakref.WeakSet()
+    plain = Visits.__init__
+    monkeypatch.setattr(Visits, "__init__", lambda self, *given: (held.add(self), plain(self, *given))[1])
+    for step in range(1, 13):
+        attention = dual.until(step).attend(INPUTS)["0"]
+        assert attention.top(3).height == 3 * len(INPUTS)
+        assert not attention.total("label").is_empty()
+        gc.collect()
+        assert len(held) <= 3
+    assert held

@@ -188,7 +188,7 @@ class Answer(ABC):
     def _groups(self, by: str | Sequence[str]) -> Groups:
         store, name, end = self._store, self.layer.name, self._end
         key = by if isinstance(by, str) else tuple(by)
-        return remembered(store, ("groups", name, key, end), lambda: Groups(store, name, by, end))
+        return remembered(store, ("groups", name, key), lambda: Groups(store, name, by, end), end)
 
     def _multiplied_per(
         self, queries: slice, k: int, way: Way, where: pl.Expr | str | None, groups: Groups

@@ -250,7 +250,7 @@ class LayerContributions(Answer):
     @cached_property
     def _coefficients(self) -> dict[str, Coefficients]:
         return {
-            name: remembered(self._store, ("coefficients", name, self._end), lambda some=some: walked(some))  # type: ignore[misc]
+            name: remembered(self._store, ("coefficients", name), lambda some=some: walked(some), self._end)  # type: ignore[misc]
             for name, some in self._updates.items()
             if not is_elementwise(some)
         }

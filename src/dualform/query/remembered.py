@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar, cast
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from dualform.store.moments import Moments
 from dualform.store.reader import Store
 
 T = TypeVar("T")
-_KNOWN: WeakKeyDictionary[Store, dict[Hashable, object]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Store, Moments] = WeakKeyDictionary()
 
 
-def remembered(store: Store, name: Hashable, find: Callable[[], T]) -> T:
-    """What `find` gives, the first time; the same again, later."""
-    known = _KNOWN.setdefault(store, {})
-    if name not in known:
-        known[name] = find()
-    return cast(T, known[name])
+def remembered(store: Store, name: Hashable, find: Callable[[], T], end: int | None = None) -> T:
+    """What `find` gives, the first time; the same again, later. end: what it is about, if only of a moment."""
+    return _KNOWN.setdefault(store, Moments()).get(end, name, find)

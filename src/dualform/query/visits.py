@@ -75,7 +75,7 @@ class Visits:
 
 def visits_of(store: Store, layer: str, end: int) -> Visits:
     """Found once for an open store."""
-    return remembered(store, ("visits", layer, end), lambda: Visits(store, layer, end))
+    return remembered(store, ("visits", layer), lambda: Visits(store, layer, end), end)
 
 
 def keys_of(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from dualform.store.format import (
 )
 from dualform.store.heap import give_back
 from dualform.store.mapped import TensorFile
+from dualform.store.moments import Moments
 from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
 
@@ -48,7 +49,7 @@ class Store(Sealed):
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
         self._updates: dict[int, pl.DataFrame] = {}
-        self._parts: dict[tuple[str, int | None], list[SlotChunk]] = {}
+        self._parts = Moments()
         self._shared: dict[str, bool] = {}
 
     @cached_property
@@ -95,9 +96,8 @@ class Store(Sealed):
 
     def addresses(self, name: str, *, begin_step: int = 0, end_step: int | None = None) -> Iterator[SlotChunk]:
         """The same, for who reads no keys and error signals."""
-        if (name, end_step) not in self._parts:
-            self._parts[name, end_step] = self._addresses(name, end_step)
-        return (part for part in self._parts[name, end_step] if part.chunk.end_step > begin_step)
+        parts = self._parts.get(end_step, name, lambda: self._addresses(name, end_step))
+        return (part for part in parts if part.chunk.end_step > begin_step)
 
     def _addresses(self, name: str, end_step: int | None) -> list[SlotChunk]:
         number, layer = self.layer(name)
