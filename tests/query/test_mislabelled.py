@@ -143,3 +143,18 @@ def test_refusals(trained, tmp_path):
     some = train(tmp_path / "some", outputs={"2": [0, 1]})
     with pytest.raises(NotRecordedError, match="some output units"):
         some.dual.mislabelled()
+
+
+def test_columns_of_the_recording_that_are_called_like_ours(tmp_path):
+    torch.manual_seed(0)
+    model, x, labels = torch.nn.Sequential(torch.nn.Linear(5, 3)), torch.randn(6, 5), torch.arange(6) % 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=torch.arange(6), score=torch.arange(6) / 2, unit=labels + 7)
+        torch.nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    found = dual.mislabelled()
+    assert found["score_recorded"].to_list() == [n / 2 for n in found["sample_id"]]
+    assert found["unit_recorded"].to_list() == [n + 7 for n in found["unit"]]
+    assert dual.mislabelled(by="unit")["unit_recorded"].sort().to_list() == [7, 8, 9]

@@ -39,16 +39,11 @@ def mislabelled(
     evidence = _Evidence(order, len(groups), store.layer(layer)[1].d_out)
     for codes, errors in _slots(store, layer, end, dtype, groups, where, mean):
         evidence.add(codes, errors)
-    found = groups.described()[order.numpy()].rename({"position": "slot_position"}, strict=False)
-    return pl.concat(
-        [
-            pl.DataFrame({"rank": np.arange(1, len(order) + 1), "score": scores[order].numpy()}),
-            found,
-            pl.DataFrame({"visits": visits[order].numpy()}),
-            evidence.frame(visits[order]),
-        ],
-        how="horizontal",
-    )
+    first = pl.DataFrame({"rank": np.arange(1, len(order) + 1), "score": scores[order].numpy()})
+    last = evidence.frame(visits[order]).insert_column(0, pl.Series("visits", visits[order].numpy()))
+    taken = {name: f"{name}_recorded" for name in (*first.columns, *last.columns)}
+    found = groups.described()[order.numpy()].rename({"position": "slot_position", **taken}, strict=False)
+    return pl.concat([first, found, last], how="horizontal")
 
 
 def _slots(

@@ -308,7 +308,8 @@ class Dual:
         `score` is that mean over all visits, with a loss that takes a mean over the batch undone (reduction="sum": it took none).
         Evidence: `visits`; the columns that are one for all visits, such as a label; and, if the error signals are those of
         softmax cross-entropy, the output `unit` that it was trained as with its mean `probability`, what the model `said`
-        instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the last one.
+        instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the last one. A column of
+        the recording that is called like one of these has `_recorded` behind its name.
         """
         if k is not None:
             check(k, absolute=False, lowest=False)

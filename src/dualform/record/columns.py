@@ -14,7 +14,7 @@ from dualform.store.records import ColumnValues
 
 RESERVED = (
     "query", "position", "rank", "weight", "contribution", "slot", "step", "backward", "call", "row",
-    "slot_position", "visits", "total", "group",
+    "slot_position", "visits", "total", "group", "influence",
 )  # fmt: skip
 KINDS = {"b": "Boolean", "i": "Int64", "u": "Int64", "f": "Float64", "U": "String", "T": "String"}
 
