@@ -172,3 +172,27 @@ def test_many_moments_take_no_more_memory_than_a_few(tmp_path, monkeypatch):
         gc.collect()
         assert len(held) <= 3
     assert held
+
+
+def test_ties_go_to_the_lower_slot_even_if_its_key_was_stored_later(tmp_path):
+    """Steps that do not count any more stored sample 2 before 4; then 4 came first."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(recorder, batches):
+        for ids in torch.tensor(batches):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(INPUTS[ids]), LABELS[ids]).backward()
+            optimizer.step()
+
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        steps(recorder, [[0, 1]])
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        steps(recorder, [[2, 4]])
+    model.load_state_dict(kept)
+    with dualform.record(model, optimizer, tmp_path / "run", resume=1) as recorder:
+        steps(recorder, [[4, 2], [0, 1]])
+    attention = dualform.open(tmp_path / "run", model).attend(torch.zeros(1, 5, dtype=torch.float64))["0"]
+    for k in range(1, 7):
+        assert attention.best(k).slots.tolist() == [list(range(k))]

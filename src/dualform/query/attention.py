@@ -63,6 +63,8 @@ class LayerAttention(Answer):
         if where is not None or store.manifest.keep == "totals" or not store.has_equal_keys(self.layer.name):
             return super().best(k, where=where, absolute=absolute, lowest=lowest)
         visits = visits_of(store, self.layer.name, self._end)
+        if not visits.in_order:  # then ties among keys are not those among slots
+            return super().best(k, absolute=absolute, lowest=lowest)
         bounds = self._products(visits.visited, way) if SMALL <= len(visits.visited) <= MOST else None
         wanted = Wanted(k, way, visits.visited)
         found = None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)

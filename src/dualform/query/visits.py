@@ -36,6 +36,12 @@ class Visits:
         """(n,): the numbers of the keys that some slot has, ascending."""
         return torch.from_numpy(np.flatnonzero(np.diff(self._starts)))
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether keys were stored in the order of their first slots: not so after steps that no longer count (a resumed run)."""
+        first = self._order[self._starts[self.visited.numpy()]]
+        return bool((np.diff(first) > 0).all())
+
     def _first(self, chunk: Any) -> int:
         """The number of the first key that a chunk stores: in it each slot has a key of its own."""
         place = next(n for n, c in enumerate(self._store.manifest.chunks) if c is chunk.chunk)
