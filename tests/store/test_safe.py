@@ -4,12 +4,14 @@ import os
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 
+import dualform
 from dualform.store import safe
 from dualform.store.format import File
 from dualform.store.safe import BLOCK, DIRECT_FROM, HOT, JOINED, NAMES, STAGE, write_tensors
@@ -248,3 +250,13 @@ def test_it_is_flushed_after_the_last_write(tmp_path, monkeypatch, size):
     writing(monkeypatch, noted)
     write_tensors(tmp_path / "file", {"a": [noise((size,))]})
     assert events == ["written"] * (len(events) - 1) + ["flushed"]
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.bool])
+def test_buffers_of_every_kind_come_back(tmp_path, kind):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    model.register_buffer("counts", torch.tensor([0, 1, 1]).to(kind))
+    dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run").close()
+    [*_, found] = dualform.open(tmp_path / "run", model).primal().buffers()
+    assert found.dtype == kind
+    assert found.tolist() == model.counts.tolist()

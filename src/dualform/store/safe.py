@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
 BLOCK = 4096  # direct writes start and end at multiples of it, in memory and in the file
