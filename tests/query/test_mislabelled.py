@@ -158,3 +158,24 @@ def test_columns_of_the_recording_that_are_called_like_ours(tmp_path):
     assert found["score_recorded"].to_list() == [n / 2 for n in found["sample_id"]]
     assert found["unit_recorded"].to_list() == [n + 7 for n in found["unit"]]
     assert dual.mislabelled(by="unit")["unit_recorded"].sort().to_list() == [7, 8, 9]
+
+
+def test_a_last_layer_that_was_never_called_is_not_the_output(tmp_path):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.spare = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(x)
+
+    model, x, labels = TwoHeads(), torch.randn(6, 5), torch.arange(6) % 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="'spare': never called"):
+        with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+            recorder.batch(sample_id=torch.arange(6))
+            F.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.mislabelled().equals(dual.mislabelled(layer="head"))
+    assert dual.mislabelled().height == 6

@@ -320,7 +320,7 @@ class Dual:
                 f"mislabelled() needs the error signals of single slots, but {self.store.folder} keeps "
                 f'{self.store.manifest.keep} only. Record with keep="slots".'
             )
-        attending = [one.name for one in self._recorded() if one.attends]
+        attending = [one.name for one in self._recorded() if one.attends and one.name in self.layers]
         name = layer if layer is not None or not attending else attending[-1]
         _, chosen = self.store.layer(name or "")
         if not chosen.attends or chosen.outputs:
