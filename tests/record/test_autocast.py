@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
+from dualform.dual.totals import find
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
@@ -45,3 +46,21 @@ def test_without_autocast_nothing_is_said_of_it(tmp_path):
         model(torch.randn(2, 3)).sum().backward()
         optimizer.step()
     assert not dualform.open(tmp_path / "run").verify().frame["reason"].str.contains("autocast").any()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_autocast_may_come_and_go_beside_totals(tmp_path, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 4))
+    optimizer = kind(model.parameters(), lr=0.01)
+    inputs, labels = torch.randn(20, 16), torch.arange(20) % 4
+    with dualform.record(model, optimizer, tmp_path / "run", totals=["label"]) as recorder:
+        for step, ids in enumerate(torch.arange(20).split(5)):
+            recorder.batch(sample_id=ids, label=labels[ids])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16, enabled=step % 2 == 0):
+                loss = F.cross_entropy(model(inputs[ids]).float(), labels[ids])
+            loss.backward()
+            optimizer.step()
+    view = find(dualform.open(tmp_path / "run").store, ["label"], 4, deltas=True)
+    torch.testing.assert_close(view.rebuilt("0.weight").float(), model[0].weight.detach(), rtol=0, atol=1e-5)

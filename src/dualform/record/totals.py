@@ -162,10 +162,11 @@ class OnlineTotals:
         for row, (_, update) in enumerate(mine):
             factors[row, : len(update.factors)] = update.factors
         gradients = [u.gradient for _, u in mine if u.gradient is not None]
+        always = set[str].intersection(*(set(u.settings) for _, u in mine))  # autocast may come and go
         return Updates(
             mine[0][1].optimizer,
             np.array([n for n, _ in mine], dtype=np.int64),
-            {key: np.array([u.settings[key] for _, u in mine]) for key in mine[0][1].settings},
+            {key: np.array([u.settings[key] for _, u in mine]) for key in sorted(always)},
             factors,
             torch.stack(gradients) if gradients else None,
         )
