@@ -15,7 +15,7 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.paper.language import asked, beside
 from dualform.paper.language.asked import PARTS, WIDTH, Asked, Found, Scores
 from dualform.query.answers import Answer, Sums
-from dualform.query.masks import Bools
+from dualform.query.masks import Bools, read_condition
 
 GATES = ("i", "f", "g", "o")
 
