@@ -112,9 +112,10 @@ def _add_slots(
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
                 continue
+            scales = scaled(chunk, found, 0, chunk.slots, dtype)
             for low, high in chunk.pieces((8 if only_errors else 1) * (layer.d_in + layer.d_out)):
                 keys: Keys
-                scale = scaled(chunk, found, low, high, dtype)
+                scale = scales[low:high]
                 if layer.form == "vectors":  # of these, only what takes part is read
                     places = np.arange(low, high) if kept is None else np.flatnonzero(kept[low:high]) + low
                     scale, errors = scale[torch.from_numpy(places - low)], chunk.some_errors(places, rooms[0])
@@ -124,7 +125,7 @@ def _add_slots(
                         errors, keys = errors.mul_(scale), Vectors(chunk.some_keys(places, rooms[1]))
                 else:
                     if kept is not None:
-                        scale *= torch.from_numpy(kept[low:high]).unsqueeze(1)
+                        scale = scale * torch.from_numpy(kept[low:high]).unsqueeze(1)
                     keys = weighted_parts(chunk.keys(dtype, low, high), layer, scale[:, 0])
                     errors = chunk.errors(dtype, low, high) * scale
                 for use in uses:
