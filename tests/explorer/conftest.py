@@ -1,3 +1,5 @@
+import time
+
 import httpx
 import pytest
 import runs
@@ -56,3 +58,14 @@ class Client:
 @pytest.fixture(scope="session")
 def client(app):
     return Client(app)
+
+
+def finished(client, **work):
+    """Begin a job, and wait."""
+    job = client("POST", "/api/jobs", json=work).json()
+    for _ in range(400):
+        job = client.get(f"/api/jobs/{job['id']}")
+        if job["state"] not in ("waiting", "running"):
+            return job
+        time.sleep(0.05)
+    raise AssertionError(f"the job does not end: {job}")

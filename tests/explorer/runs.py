@@ -7,6 +7,8 @@ from torch.nn import functional as F
 import dualform
 from dualform import demo
 from dualform.explorer.forms import Excerpt
+from dualform.explorer.session import Session
+from dualform.explorer.subject import subject
 from dualform.explorer.text import Language
 
 SETTINGS = demo.Settings(epochs=2, train_images=200, width=12, batch=25)
@@ -42,6 +44,21 @@ def hostile(folder):
             recorder.log(**{"loss <b>": 1.0})
     options = {"class_names": names, "show": lambda x: f"{HOSTILE} {x.tolist()}", "title": HOSTILE}
     return dualform.open(folder, model), (inputs, labels), (inputs, labels), options
+
+
+def lines(folder, **settings):
+    """Three features, one layer: the session of a run that keeps what it is told to keep."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, labels = torch.randn(8, 3), torch.arange(8) % 2
+    with dualform.record(model, optimizer, folder, **settings) as recorder:
+        for _ in range(3):
+            recorder.batch(sample_id=range(8), label=labels)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    return Session(subject(dualform.open(folder, model), inputs, (inputs, labels)))
 
 
 class Letters(nn.Module):

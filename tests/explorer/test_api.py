@@ -11,7 +11,7 @@ import runs
 import torch
 
 import dualform
-from conftest import Client
+from conftest import Client, finished
 from dualform.explorer.app import application
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject
@@ -134,19 +134,6 @@ def test_influence_is_a_job_first(client, session, dual):
     found = client.get("/api/sources", input="test:3", layer="4", kind="influence", target=2, k=5)
     expected = dual.influence(inputs(session, 3), target=2)["4"].top(5, by="sample_id")
     assert [one["key"][0] for one in found["highest"]] == expected["sample_id"].to_list()
-
-
-def finished(client, **work):
-    """Begin a job, and wait."""
-    import time
-
-    job = client("POST", "/api/jobs", json=work).json()
-    for _ in range(400):
-        job = client.get(f"/api/jobs/{job['id']}")
-        if job["state"] not in ("waiting", "running"):
-            return job
-        time.sleep(0.05)
-    raise AssertionError(f"the job does not end: {job}")
 
 
 def test_an_edit_is_the_masked_model(client, session, dual):
@@ -299,6 +286,10 @@ def test_unnamed_rows_and_no_data(tmp_path):
     found = client.get("/api/sources", input="test:0", layer="0")
     assert found["highest"][0]["shown"]["kind"] == "none"
     assert found["totals"] == []
+    assert finished(client, kind="influence", input="test:0", target=1)["state"] == "done"  # of single rows
+    found = client.get("/api/sources", input="test:0", layer="0", kind="influence", target=1, k=12)
+    expected = session.subject.dual.influence(torch.ones(1, 3), target=1)["0"].top(12)
+    assert sorted(one["key"][0] for one in found["highest"]) == sorted(expected["slot"].to_list())
     assert client.get("/api/prediction", input="test:0")["shown"]["kind"] == "vector"
 
 

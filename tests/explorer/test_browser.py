@@ -230,6 +230,32 @@ def test_text(chromium, letters):
         assert look.locator(".tokens .made").count() == 1
 
 
+def test_influence_on_a_word(chromium, letters):
+    with page(chromium, f"{letters}#/text?position=4&layer=lstm") as look:
+        settled(look)
+        look.get_by_role("radio", name="Influence").click()
+        look.get_by_text(re.compile("^Pushes .* down most$")).wait_for()
+        assert "An estimate" in look.locator(".note").inner_text()
+        assert look.locator("ol.passages mark").count() == 16
+        assert look.get_by_role("radiogroup", name="Gate").count() == 0
+        look.get_by_role("radio", name="decoder").click()
+        look.wait_for_url(re.compile("layer=decoder"))
+        look.get_by_text(re.compile("^Pushes .* up most$")).wait_for()
+
+
+def test_a_text_without_slots_says_why_there_is_no_influence(chromium, tmp_path):
+    dual, language = runs.letters(tmp_path / "run", keep="totals", totals=["place"])
+    with (
+        Server(Session(subject(dual, language=language))) as server,
+        page(chromium, f"{server.url}#/text?kind=influence") as look,
+    ):
+        settled(look)
+        look.get_by_text("Influence cannot be shown here: ").wait_for()
+        assert "this run keeps totals only" in look.inner_text("main")
+        look.get_by_role("radio", name="Attention").click()
+        look.locator("ol.passages mark").first.wait_for()
+
+
 def test_generation_goes_on_and_stops(chromium, letters):
     with page(chromium, f"{letters}#/text?prompt=the") as look:
         settled(look)

@@ -5,7 +5,7 @@ import pytest
 import runs
 import torch
 
-from conftest import Client
+from conftest import Client, finished
 from dualform.explorer.app import application
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject
@@ -72,6 +72,26 @@ def test_passages_that_push_a_token(asked, text, options):
     assert [one["weight"] for one in found["highest"]] == pytest.approx(expected["contribution"].to_list(), rel=1e-4)
     assert found["towards"] == runs.LETTERS[3]
     assert found["lowest"][0]["weight"] < 0
+
+
+@pytest.mark.parametrize("layer", ["embedding", "lstm", "decoder"])
+def test_passages_without_which_a_token_would_change(asked, text, layer):
+    job = finished(asked, kind="influence", prompt=PROMPT, position=4, layer=layer, target=3)
+    assert job["state"] == "done", job
+    odds = text.subject.dual.influence(
+        tokens(), rows=1, target=lambda output: output[:, 4].softmax(-1)[:, 3].logit()
+    )  # log(p / (1 - p))
+    for found, lowest in ((job["result"]["highest"], False), (job["result"]["lowest"], True)):
+        expected = odds[layer].top(8, by="place", lowest=lowest)
+        assert [one["excerpt"]["position"] for one in found] == expected["place"].to_list()
+        assert [one["weight"] for one in found] == pytest.approx(expected["influence"].to_list(), rel=1e-3)
+    assert job["result"]["towards"] == runs.LETTERS[3]
+    assert "An estimate" in job["result"]["sentence"]
+
+
+def test_influence_on_a_text_asks_for_what_is_there(asked):
+    assert "vocabulary" in finished(asked, kind="influence", prompt=PROMPT, layer="lstm", target=999)["problem"]
+    assert "no layer" in finished(asked, kind="influence", prompt=PROMPT, layer="lst")["problem"]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,45 @@ def test_it_opens_without_a_server(session, tmp_path):
 
 
 @needs_browser
+def test_influence_is_in_it(session, tmp_path):
+    write(session, tmp_path / "report.html", tests=[3, 5])
+    with browser() as chromium, page(chromium, (tmp_path / "report.html").as_uri()) as look:
+        look.goto((tmp_path / "report.html").as_uri() + "#/prediction?input=test:5&kind=influence")
+        settled(look)
+        assert "An estimate" in look.locator(".note").inner_text()
+        card = look.get_by_role("region", name="Layer 4")
+        card.get_by_text("Pushes it up most").wait_for()
+        dual = session.subject.dual
+        best = dual.influence(session.predictions.inputs("test:5"))["4"].top(1, by="sample_id")["sample_id"][0]
+        first = card.locator(".sources a").first.get_attribute("aria-label")
+        assert first.startswith(f"Training example {best}, ")
+        assert look.get_by_role("alert").count() == 0
+
+
+@needs_browser
+@pytest.mark.parametrize("keep", ["keys", "totals", "slots"])
+def test_what_cannot_be_estimated_is_told_in_words(keep, tmp_path, monkeypatch):
+    """Keys or totals do not do; or the method has a reason of its own."""
+    session = runs.lines(tmp_path / "run", keep=keep, totals=["label"] if keep == "totals" else [])
+    if keep == "slots":
+
+        def refuse(*_, **__):
+            raise QuestionError("none of these layers was called for these inputs.")
+
+        monkeypatch.setattr(type(session.subject.dual), "influence", refuse)
+    write(session, tmp_path / "report.html", tests=[0])
+    why = "none of these layers was called" if keep == "slots" else f"this run keeps {keep} only"
+    with browser() as chromium, page(chromium, (tmp_path / "report.html").as_uri()) as look:
+        look.goto((tmp_path / "report.html").as_uri() + "#/prediction?input=test:0")
+        settled(look)
+        look.get_by_role("radio", name="Influence").click()
+        look.get_by_text("Influence cannot be shown here: ").wait_for()
+        assert why in look.inner_text("main")
+        assert look.get_by_role("alert").count() == 0
+        assert look.locator(".skeleton").count() == 0
+
+
+@needs_browser
 def test_a_report_believes_nothing_in_the_data(tmp_path):
     dual, train, test, options = runs.hostile(tmp_path / "run")
     write(Session(subject(dual, train, test, **options)), tmp_path / "report.html", tests=[0])

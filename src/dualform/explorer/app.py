@@ -18,7 +18,7 @@ from dualform.errors import DualformError, QuestionError
 from dualform.explorer import forms
 from dualform.explorer.session import Session
 from dualform.explorer.texts import Texts
-from dualform.explorer.work import BusyError, Desk, Jobs
+from dualform.explorer.work import BusyError, Desk, Jobs, Progress
 from dualform.version import __version__
 
 T = TypeVar("T")
@@ -63,7 +63,12 @@ class Work(BaseModel):
         default=[], max_length=8, description="totals: the columns."
     )
     input: str = Field(default="", max_length=1100, description="edit, influence: the input.")
-    target: int = Field(default=0, ge=0, le=10_000_000, description="influence: the output.")
+    target: int | None = Field(
+        default=None, ge=0, le=10_000_000, description="influence: the output; default: the answer."
+    )
+    prompt: str = Field(default="", max_length=4000, description="influence, instead of an input: what was typed.")
+    position: int | None = Field(default=None, ge=0, le=100_000, description="influence: the token; default: the last.")
+    layer: str = Field(default="", max_length=300, description="influence on text: the layer.")
     drop: str = Field(default="", max_length=CONDITION, description="edit: the condition, in SQL.")
 
 
@@ -238,6 +243,13 @@ def application(session: Session) -> FastAPI:
 
         return await answer(request, found)
 
+    def influence(work: Work, progress: Progress) -> forms.Prepared | forms.Passages:
+        if not work.prompt:
+            answer = int(session.predictions.logits(work.input).argmax())
+            return session.scoring.estimate([(work.input, answer if work.target is None else work.target)], progress)[0]
+        session.layer(work.layer)
+        return texts().influence(work.prompt, work.position, work.layer, target=work.target, progress=progress)
+
     @app.post("/api/jobs", status_code=202)
     async def start(work: Work) -> forms.JobForm:
         """Begin long work."""
@@ -245,7 +257,7 @@ def application(session: Session) -> FastAPI:
             "verify": session.verify,
             "totals": lambda progress: session.build_totals(work.by, progress),
             "edit": lambda progress: session.edits.change(work.input, work.drop, progress),
-            "influence": lambda progress: session.scoring.estimate(work.input, work.target, progress),
+            "influence": lambda progress: influence(work, progress),
             "suspects": lambda progress: session.suspicion.suspects(offset=0, limit=40),
         }
         return jobs.start(work.kind, doing[work.kind]).form()

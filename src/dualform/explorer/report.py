@@ -6,13 +6,13 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus, urlencode
 
-from dualform.errors import QuestionError
+from dualform.errors import DualformError, QuestionError
 from dualform.explorer.app import PAGE, application, plotly_script
 from dualform.explorer.session import Session
 
@@ -57,17 +57,21 @@ def _chosen(session: Session) -> list[int]:
 
 def _answers(session: Session, numbers: Sequence[int], progress: Progress | None) -> dict[str, Any]:
     """By address, what the server would answer."""
-    asked = list(questions(session, numbers))
     app = application(session)
     answers: dict[str, Any] = {}
 
-    async def ask_all() -> None:
+    async def ask_all(asked: Sequence[str]) -> None:
         for done, address in enumerate(asked):
             if progress is not None:
                 progress("asking", done, len(asked) + 1)
             answers[unquote_plus(address)] = await asked_of(app, address)
 
-    asyncio.run(ask_all())
+    asyncio.run(ask_all(questions(session, numbers)))
+    try:
+        for asked in _influence(session, numbers, progress):
+            asyncio.run(ask_all(asked))
+    except DualformError as error:
+        _missing(answers["/api/run"], str(error))
     examples = [session.predictions.example(number).model_dump(mode="json") for number in numbers]
     some = {"found": len(examples), "offset": 0, "examples": examples}
     answers[_address("/api/examples", limit=SHOWN)] = some
@@ -84,7 +88,7 @@ def questions(session: Session, numbers: Sequence[int]) -> list[str]:
     for number in numbers:
         name = f"test:{number}"
         found.append(_address("/api/prediction", input=name))
-        units = {int(session.predictions.answers[0][number])} | _unit_of_label(session, number, len(run.units))
+        units = _units(session, number, len(run.units))
         for layer in run.layers:
             for kind in kinds:
                 if kind == "attention" and layer.attends:
@@ -94,15 +98,39 @@ def questions(session: Session, numbers: Sequence[int]) -> list[str]:
                         _address("/api/sources", input=name, layer=layer.name, kind=kind, target=u) for u in units
                     ]
         for group in run.groups:
-            if group.fast or session.edits.is_quick(f'"{group.column}" = 0'):
+            slots = run.keep == "slots" and session.edits.is_quick(f'"{group.column}" = 0')
+            if group.fast or slots:
                 for value in group.values:
                     found.append(_address("/api/edit", input=name, drop=_equal(group.column, value.value)))
     return found
 
 
-def _unit_of_label(session: Session, number: int, units: int) -> set[int]:
-    label = session.predictions.labels[number]
-    return {label} if isinstance(label, int) and 0 <= label < units else set()
+def _influence(session: Session, numbers: Sequence[int], progress: Progress | None) -> Iterator[list[str]]:
+    """Estimate influence, some answers at a time; then the addresses that the page asks for, of those."""
+    run = session.run()
+    if any(view.kind == "influence" and view.missing for view in run.views):
+        return
+    pairs = [(f"test:{number}", unit) for number in numbers for unit in _units(session, number, len(run.units))]
+    together = session.scoring.can_estimate
+    for low in range(0, len(pairs), together):
+        yield [
+            _address("/api/sources", input=one.input, layer=layer, kind="influence", target=one.target)
+            for one in session.scoring.estimate(pairs[low : low + together], progress)
+            for layer in one.layers
+        ]
+
+
+def _missing(run: dict[str, Any], why: str) -> None:
+    """Let the page say why there is no influence in the report."""
+    for view in run["views"]:
+        if view["kind"] == "influence":
+            view["missing"] = why
+
+
+def _units(session: Session, number: int, units: int) -> list[int]:
+    """The outputs that are shown of a test example: the model's answer, and the label."""
+    answer, label = int(session.predictions.answers[0][number]), session.predictions.labels[number]
+    return sorted({answer, label} if isinstance(label, int) and 0 <= label < units else {answer})
 
 
 def _equal(column: str, value: Any) -> str:

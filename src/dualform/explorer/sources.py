@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -42,8 +42,8 @@ SENTENCES: dict[Kind, tuple[str, str]] = {
     ),
     "influence": (
         "Influence",
-        "Influence: what would change in the chosen answer if the example had not been in the training data; positive: it supports "
-        "it. An estimate from whitened gradients over all epochs: its order and signs count, not its units.",
+        "Influence: what would change in the chosen answer if something had not been in the training data; positive: it supports "
+        "the answer. An estimate from whitened gradients over all epochs: its order and signs count, not its units.",
     ),
 }
 EXACT = "In this layer initial part + classes = the model's output, exact to rounding."
@@ -68,9 +68,8 @@ class Scoring:
         no_errors = (
             "this run keeps keys only, no error signals" if keep == "keys" or (keep == "totals" and not sums) else ""
         )
-        no_slots = "" if keep == "slots" else "this run keeps no slots to estimate it from"
-        unnamed = "" if self._subject.by else "this run has no column that names samples"
-        missing = {"attention": "", "contribution": no_errors, "influence": no_slots or unnamed}
+        no_slots = "" if keep == "slots" else f"it is estimated from slots, and this run keeps {keep} only"
+        missing = {"attention": "", "contribution": no_errors, "influence": no_slots}
         return [
             View(kind=kind, name=name, sentence=sentence, missing=missing[kind])
             for kind, (name, sentence) in SENTENCES.items()
@@ -139,16 +138,31 @@ class Scoring:
                 asked[other] = inputs
         return asked
 
-    def estimate(self, address: str, target: int, progress: Progress | None = None) -> Prepared:
-        """Estimate the influence of everything on one output; long work, after which sources() tells of it."""
-        inputs, dual = self._predictions.inputs(address), self._subject.dual
-        influence = dual.influence(inputs, target=target, sample=self._subject.by[-1], progress=progress)
+    def estimate(self, asked: Sequence[tuple[str, int]], progress: Progress | None = None) -> list[Prepared]:
+        """Estimate the influence of everything on some outputs of some inputs, (input, output); long work, after which
+        sources() tells of them, if they were no more than can_estimate."""
+        dual, by = self._subject.dual, self._subject.by
+        influence = dual.influence(
+            torch.cat([self._predictions.inputs(address) for address, _ in asked]),
+            target=[target for _, target in asked],
+            sample=by[-1] if by else None,
+            progress=progress,
+        )
         for layer in influence:
-            scores = np.zeros(dual.store.slots(layer), np.float32)
+            scores = np.zeros((len(asked), dual.store.slots(layer)), np.float32)
             for slots, found in influence[layer].scores():
-                scores[slots.numpy()] = found[0].float().numpy()
-            self._kept.put((address, layer, "influence", target), scores)
-        return Prepared(input=address, target=target, layers=list(influence))
+                if progress is not None:
+                    progress(f"influence in layer {layer}", int(slots[-1]) if len(slots) else 0, scores.shape[1])
+                scores[:, slots.numpy()] = found.float().numpy()
+            for (address, target), own in zip(asked, scores, strict=True):
+                self._kept.put((address, layer, "influence", target), np.array(own))
+        return [Prepared(input=address, target=target, layers=list(influence)) for address, target in asked]
+
+    @property
+    def can_estimate(self) -> int:
+        """So many scores by influence are kept at a time, with room for others."""
+        slots: int = sum(layer["slots"] for layer in self._subject.info["layers"])
+        return max(1, KEPT_BYTES // (2 * 4 * max(1, slots)))
 
     def split(self, address: str, layer: str, target: int) -> Parts:
         """Initial part, slots and remainder of an output."""

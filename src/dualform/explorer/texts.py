@@ -15,6 +15,7 @@ from dualform.explorer.keeping import Kept
 from dualform.explorer.sources import SENTENCES
 from dualform.explorer.subject import Subject
 from dualform.explorer.text import Language
+from dualform.explorer.work import Progress
 
 FOLLOWING = 10
 """So many next tokens are listed."""
@@ -32,6 +33,8 @@ class Texts:
         self._queries: Kept[dict[str, Tensor]] = Kept(
             64 << 20, lambda found: sum(one.numel() * one.element_size() for one in found.values())
         )
+        self._influence: Kept[Any] = Kept(1, lambda _: 1)
+        """Of the token asked about last, so that another layer needs no other queries."""
 
     def _tokens(self, prompt: str) -> Tensor:
         if len(prompt) > self._language.longest:
@@ -95,9 +98,7 @@ class Texts:
         """The places of the training text that a layer reads most at a token; of contributions, also from the other end."""
         tokens = self._tokens(prompt)
         chosen = self._position(tokens.tolist(), position)
-        unit = int(self._expected(prompt)[chosen].argmax()) if target is None else target
-        if unit >= self._expected(prompt).shape[1]:
-            raise QuestionError(f"there is no token number {unit} in the vocabulary.")
+        unit = self._unit(prompt, chosen, target)
         answer: Any
         if kind == "attention":
             answer = self._bare.attend({layer: self._query(prompt, layer, chosen)})[layer]
@@ -122,6 +123,50 @@ class Texts:
             highest=self._told(answer.top(k, by=self._language.position), answer.value),
             lowest=lowest,
         )
+
+    def influence(
+        self,
+        prompt: str,
+        position: int | None,
+        layer: str,
+        *,
+        target: int | None = None,
+        k: int = 8,
+        progress: Progress | None = None,
+    ) -> Passages:
+        """The places of the training text without which a next token would change most, estimated in one layer; long work."""
+        tokens = self._tokens(prompt)
+        chosen = self._position(tokens.tolist(), position)
+        unit = self._unit(prompt, chosen, target)
+
+        def margin(output: Any) -> Tensor:
+            """log(p / (1 − p)) of the token."""
+            found = self._language.logits(output)[:, chosen]
+            others = torch.arange(found.shape[1]) != unit
+            return found[:, unit] - found[:, others].logsumexp(1)
+
+        def compute() -> Any:
+            return self._subject.dual.influence(tokens.unsqueeze(0), target=margin, rows=1, progress=progress)
+
+        answer = self._influence.get((prompt, chosen, unit), compute)[layer]
+        by = self._language.position
+        return Passages(
+            layer=layer,
+            kind="influence",
+            sentence=SENTENCES["influence"][1],
+            token=self._language.decode([int(tokens[chosen])]),
+            towards=self._language.decode([unit]),
+            highest=self._told(answer.top(k, by=by), answer.value),
+            lowest=self._told(answer.top(k, by=by, lowest=True), answer.value),
+        )
+
+    def _unit(self, prompt: str, position: int, target: int | None) -> int:
+        """The next token that is asked about; default: the likeliest."""
+        expected = self._expected(prompt)[position]
+        unit = int(expected.argmax()) if target is None else target
+        if unit >= len(expected):
+            raise QuestionError(f"there is no token number {unit} in the vocabulary.")
+        return unit
 
     def _query(self, prompt: str, layer: str, position: int) -> Tensor:
         """(1, d_in): a layer's query at a token."""

@@ -86,20 +86,22 @@ export function probabilities(prediction, { limit = 10 } = {}) {
 export function choice(name, options, chosen, choose) {
   const buttons = options.map((option) => h("button", {
     type: "button", role: "radio", "aria-checked": String(option.value === chosen), tabindex: option.value === chosen ? "0" : "-1",
-    disabled: Boolean(option.missing), title: option.missing || undefined, onclick: () => choose(option.value),
+    class: option.missing ? "quiet" : undefined, onclick: () => choose(option.value),
   }, option.name));
   const group = h("div", { class: "switch", role: "radiogroup", "aria-label": name }, buttons);
   group.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    const able = buttons.filter((button) => !button.disabled);
-    const next = able[(able.indexOf(document.activeElement) + step + able.length) % able.length];
+    const next = buttons[(buttons.indexOf(document.activeElement) + step + buttons.length) % buttons.length];
     next.focus();
     next.click();
   });
   return group;
 }
+
+// A way to look that this run cannot show: why not.
+export const refused = (view) => h("p", { class: "note" }, h("b", {}, `${view.name} cannot be shown here: `), `${view.missing.replace(/\.$/, "")}.`);
 
 // Long work: how far it is, and a way to stop it. `finished` gets the result.
 export async function follow(job, place, { signal, finished, words = {} } = {}) {

@@ -2,7 +2,7 @@
 import { h, fill, problem, skeleton, number, whole, percent, say } from "./dom.js";
 import { get, post, isReport } from "./api.js";
 import { go, link, changed } from "./state.js";
-import { sample, chip, verdict, probabilities, bars, adding, choice, copyLink, follow } from "./parts.js";
+import { sample, chip, verdict, probabilities, bars, adding, choice, copyLink, follow, refused } from "./parts.js";
 import { chooser } from "./chooser.js";
 import { curves, timeline } from "./charts.js";
 import { colourOf } from "./colours.js";
@@ -32,27 +32,29 @@ export async function show(place, context) {
   const set = (changes) => go("prediction", changed(parameters, changes));
   const attending = run.layers.filter((layer) => layer.attends || kind !== "attention");
   const layers = chosenLayers(attending, parameters);
-  const cards = layers.map((layer) => h("section", { class: "card", "aria-label": `Layer ${layer.name}` }, heading(layer), skeleton(300)));
+  const cards = view.missing ? [] : layers.map((layer) => h("section", { class: "card", "aria-label": `Layer ${layer.name}` }, heading(layer), skeleton(300)));
   fill(beside, summary(found, run),
     h("section", { class: "stack", style: { gap: "10px" }, "aria-label": "How to look at it" },
       h("div", { class: "line" },
-        choice("How to look at it", run.views.filter((one) => !isReport || one.kind !== "influence").map((one) => ({ value: one.kind, name: one.name, missing: one.missing })), kind, (value) => set({ kind: value })),
+        choice("How to look at it", run.views.map((one) => ({ value: one.kind, name: one.name, missing: one.missing })), kind, (value) => set({ kind: value })),
         kind !== "attention" && targets(found, target, (value) => set({ target: value })),
         kind === "attention" && !isReport && h("label", { class: "check" }, h("input", { type: "checkbox", checked: absolute, onchange: (event) => set({ absolute: event.target.checked ? "true" : null }) }), "sizes, as in the paper's figures")),
-      h("p", { class: "note" }, view.sentence),
-      attending.length > AT_ONCE && h("div", { class: "toggles", role: "group", "aria-label": "Layers" }, attending.map((layer) => h("button", {
+      h("p", { class: "note" }, view.sentence), view.missing && refused(view),
+      attending.length > AT_ONCE && !view.missing && h("div", { class: "toggles", role: "group", "aria-label": "Layers" }, attending.map((layer) => h("button", {
         type: "button", "aria-pressed": String(!layers.includes(layer)),
         onclick: () => set({ layer: layers.includes(layer) ? layers.filter((one) => one !== layer).map((one) => one.name) : [...layers, layer].map((one) => one.name) }),
       }, layer.name)))),
     h("div", { class: "layers" }, cards));
-  if (kind === "influence" && !view.missing) {
+  if (view.missing) return;
+  let estimated = null;
+  if (kind === "influence" && !isReport) {
     const waiting = h("div", { class: "card" });
     beside.insertBefore(waiting, beside.lastElementChild);
-    let ready = false;
-    await follow(await post("/api/jobs", { kind: "influence", input, target }), waiting, { signal, finished: () => { ready = true; waiting.remove(); } });
-    if (!ready) { cards.forEach((card) => card.querySelector(".skeleton")?.remove()); return; }
+    await follow(await post("/api/jobs", { kind: "influence", input, target }), waiting, { signal, finished: (prepared) => { estimated = prepared.layers; waiting.remove(); } });
+    if (!estimated) { cards.forEach((card) => card.querySelector(".skeleton")?.remove()); return; }
   }
   await Promise.all(layers.map(async (layer, at) => {
+    if (estimated && !estimated.includes(layer.name)) { fill(cards[at], heading(layer), h("p", { class: "quiet small" }, "This layer was not called for this input.")); return; }
     try {
       const asked = { input, layer: layer.name, kind, target: kind === "attention" ? null : target, absolute: kind === "attention" && absolute ? "true" : null };
       const sources = await get("/api/sources", asked, signal);

@@ -42,6 +42,7 @@ function layers(run) {
 
 let verified = null;
 const SMALL = 50_000;
+const KEYS_ONLY = "This run keeps keys only: without error signals there is nothing to compare the weights with.";
 function verification(place, run, signal) {
   const table = (found) => {
     verified = found;
@@ -51,10 +52,11 @@ function verification(place, run, signal) {
         h("tbody", {}, found.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.parameter), [line.gap, line.floor, line.movement].map((value) => h("td", { class: "number" }, number(value, 2))),
           h("td", {}, h("span", { class: line.verdict === "pass" ? "right" : "wrong" }, `${line.verdict}: `), line.words)))))));
   };
-  if (isReport) { get("/api/jobs/verify").then((job) => table(job.result)).catch((error) => shown(place, error)); return; }
+  if (isReport) { get("/api/jobs/verify").then((job) => (job.result ? table(job.result) : fill(place, h("p", { class: "note" }, KEYS_ONLY)))).catch((error) => shown(place, error)); return; }
   if (verified) { table(verified); return; }
   const start = async () => { try { await follow(await post("/api/jobs", { kind: "verify" }), place, { signal, finished: table }); } catch (error) { shown(place, error); } };
-  if (run.rows <= SMALL && run.keep !== "keys") start();
+  if (run.keep === "keys") fill(place, h("p", { class: "note" }, KEYS_ONLY));
+  else if (run.rows <= SMALL) start();
   else fill(place, h("button", { type: "button", class: "main", onclick: start }, "Verify now"));
 }
 

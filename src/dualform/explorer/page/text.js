@@ -1,8 +1,8 @@
 // Text: a prompt with tokens to click on; for the chosen one, the passages of the training text that a layer reads.
 import { h, fill, problem, skeleton, number, percent, say } from "./dom.js";
-import { get } from "./api.js";
+import { get, post } from "./api.js";
 import { go, changed } from "./state.js";
-import { bars, choice, copyLink } from "./parts.js";
+import { bars, choice, copyLink, follow, refused } from "./parts.js";
 
 export const title = "Text";
 const TOKENS = 40;
@@ -13,7 +13,8 @@ export async function show(place, { run, parameters, signal }) {
   const prompt = parameters.get("prompt") ?? run.text.prompt;
   const layers = run.layers.filter((layer) => layer.attends);
   const layer = layers.find((one) => one.name === parameters.get("layer")) ?? layers.find((one) => one.gates.length) ?? layers[layers.length - 1];
-  const kind = parameters.get("kind") === "contribution" ? "contribution" : "attention";
+  const view = run.views.find((one) => one.kind === parameters.get("kind")) ?? run.views[0];
+  const { kind } = view;
   const position = parameters.has("position") ? Number(parameters.get("position")) : null;
   const made = Number(parameters.get("made") ?? 0);
   const set = (changes) => go("text", changed(parameters, changes));
@@ -22,7 +23,6 @@ export async function show(place, { run, parameters, signal }) {
   const ask = () => set({ prompt: field.value, position: null, target: null, made: null });
   field.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); ask(); } });
   const tokens = h("div", {}, skeleton(60)), following = h("div", {}, skeleton(160)), passages = h("div", {}, skeleton(240));
-  const view = run.views.find((one) => one.kind === kind);
   fill(place, h("h1", { class: "hidden" }, "Text"), h("div", { class: "stack" },
     h("section", { class: "card", "aria-label": "Prompt" }, h("label", { class: "field", for: "prompt" }, "Prompt"), field,
       h("div", { class: "line", style: { "margin-top": "8px" } }, h("button", { type: "button", class: "main", onclick: ask }, "Ask"),
@@ -30,9 +30,9 @@ export async function show(place, { run, parameters, signal }) {
       h("h3", {}, "Choose a token"), tokens),
     h("div", { class: "beside" }, h("section", { class: "card", "aria-label": "What may follow" }, h("h2", {}, "What may follow"), following),
       h("section", { class: "card stack", style: { gap: "10px" }, "aria-label": "Passages" }, h("h2", {}, "Where in the training text it reads"),
-        h("div", { class: "line" }, choice("How to look at it", run.views.filter((one) => one.kind !== "influence").map((one) => ({ value: one.kind, name: one.name, missing: one.missing })), kind, (value) => set({ kind: value })),
+        h("div", { class: "line" }, choice("How to look at it", run.views.map((one) => ({ value: one.kind, name: one.name, missing: one.missing })), kind, (value) => set({ kind: value })),
           layers.length > 1 && choice("Layer", layers.map((one) => ({ value: one.name, name: one.name })), layer.name, (value) => set({ layer: value, gate: null, part: null }))),
-        layer.gates.length > 0 && h("div", { class: "line" },
+        layer.gates.length > 0 && kind !== "influence" && h("div", { class: "line" },
           choice("Part of the keys", ["both", "input", "recurrent"].map((name) => ({ value: name, name })), parameters.get("part") ?? "both", (value) => set({ part: value === "both" ? null : value })),
           kind === "contribution" && choice("Gate", [{ value: "", name: "all gates" }, ...layer.gates.map((name) => ({ value: name, name }))], parameters.get("gate") ?? "", (value) => set({ gate: value || null }))),
         h("p", { class: "note" }, view.sentence), passages))));
@@ -43,14 +43,18 @@ export async function show(place, { run, parameters, signal }) {
     type: "button", "aria-pressed": String(token.position === found.position), class: token.position >= found.tokens.length - made ? "made" : "",
     title: token.probability === null ? undefined : `the model gave it ${percent(token.probability)}`, "aria-label": `token ${token.position}: ${visible(token.text)}`, onclick: () => set({ position: token.position, target: null }),
   }, visible(token.text)))));
-  fill(following, bars(found.following.map((one) => ({ name: visible(one.text), value: one.probability, told: percent(one.probability), strong: kind === "contribution" && one.unit === target })), { caption: "Probability of the next token", from: 1 }),
-    kind === "contribution" && h("label", { class: "field", style: { "margin-top": "10px" } }, "Contributions towards", h("select", { onchange: (event) => set({ target: event.target.value }) }, found.following.map((one) => h("option", { value: one.unit, selected: one.unit === target }, visible(one.text))))));
+  fill(following, bars(found.following.map((one) => ({ name: visible(one.text), value: one.probability, told: percent(one.probability), strong: kind !== "attention" && one.unit === target })), { caption: "Probability of the next token", from: 1 }),
+    kind !== "attention" && h("label", { class: "field", style: { "margin-top": "10px" } }, `${view.name} towards`, h("select", { onchange: (event) => set({ target: event.target.value }) }, found.following.map((one) => h("option", { value: one.unit, selected: one.unit === target }, visible(one.text))))));
   const asked = { prompt, position, layer: layer.name, kind, target: kind === "contribution" ? target : null, gate: kind === "contribution" ? parameters.get("gate") : null, part: layer.gates.length ? parameters.get("part") : null };
-  try {
-    const sources = await get("/api/passages", asked, signal);
+  const told = (sources) => {
     say(`${sources.highest.length} passages for the token ${visible(sources.token)}`);
     fill(passages, h("h3", {}, kind === "attention" ? `At ${quoted(sources.token)} it looks most at` : `Pushes ${quoted(sources.towards)} up most`), list(sources.highest),
       sources.lowest.length > 0 && [h("h3", {}, `Pushes ${quoted(sources.towards)} down most`), list(sources.lowest)]);
+  };
+  try {
+    if (view.missing) fill(passages, refused(view));
+    else if (kind !== "influence") told(await get("/api/passages", asked, signal));
+    else await follow(await post("/api/jobs", { kind, prompt, position, layer: layer.name, target }), passages, { signal, finished: told });
   } catch (error) { if (error.name !== "AbortError") fill(passages, problem(error)); }
   if (writing && !signal.aborted) write(made + 1);
 
