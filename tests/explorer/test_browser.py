@@ -1,11 +1,14 @@
 """What a person does, in a real browser."""
 
 import re
+import time
 
 import pytest
 import runs
 from browsing import browser, fits, nameless, needs_browser, page, settled
 
+import dualform
+from dualform.explorer import edits
 from dualform.explorer.server import Server
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject
@@ -167,6 +170,69 @@ def test_editing_memory(chromium, digits, session):
         look.get_by_text("Switch something off to see").wait_for()
         look.goto(link)  # a link that somebody sent
         look.get_by_text("200 of 400 rows dropped").wait_for()
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Edits that go on, after their first parameter, until they are cancelled; gives what came to an end all the same."""
+    masked, ended = dualform.Dual.masked, []
+
+    def slowly(self, *, progress, **asked):
+        def hesitant(what, done, total):
+            for _ in range(6000 if done == 1 else 1):  # a minute
+                progress(what, done, total)
+                time.sleep(0.01 if done == 1 else 0)
+
+        ended.append(masked(self, progress=hesitant, **asked))
+        return ended[-1]
+
+    monkeypatch.setattr(edits, "SMALL", 0)
+    monkeypatch.setattr(dualform.Dual, "masked", slowly)
+    return ended
+
+
+def begun(look, act):
+    """Do something that begins a job, and wait until it works; gives the job's address."""
+    with look.expect_response(lambda answer: answer.status == 202) as answer:
+        act()
+    address = f"{look.url.partition('#')[0]}api/jobs/{answer.value.json()['id']}"
+    while look.request.get(address).json()["done"] < 1:
+        look.wait_for_timeout(10)
+    return address
+
+
+def until(look, address, state):
+    """Wait until the server says this of a job."""
+    for _ in range(3000):
+        if look.request.get(address).json()["state"] == state:
+            return
+        look.wait_for_timeout(10)
+    raise AssertionError(look.request.get(address).json())
+
+
+def test_cancelling_long_work(chromium, digits, endless, monkeypatch):
+    with page(chromium, f"{digits}#/edit?input=test:3") as look:
+        settled(look)
+        job = begun(look, lambda: look.get_by_role("button", name="Switch off label 9").click())
+        look.get_by_text("masking", exact=True).wait_for()
+        assert float(look.get_by_role("progressbar").get_attribute("value")) == 1
+        look.get_by_role("button", name="Cancel").click()
+        look.get_by_text("Cancelled: the work has stopped.").wait_for()
+        assert look.get_by_role("progressbar").count() == 0
+        until(look, job, "cancelled")
+        assert endless == []  # the work did not come to its end
+        monkeypatch.undo()
+        look.get_by_role("button", name="Begin again").click()
+        look.get_by_text("rows dropped").wait_for()
+
+
+def test_who_leaves_cancels(chromium, digits, endless):
+    with page(chromium, f"{digits}#/edit?input=test:3") as look:
+        settled(look)
+        job = begun(look, lambda: look.get_by_role("button", name="Switch off label 8").click())
+        look.get_by_role("link", name="Run").click()
+        until(look, job, "cancelled")
+        assert endless == []
 
 
 def test_a_condition_that_is_none_is_told_in_words(chromium, digits):

@@ -90,7 +90,7 @@ function switches(run, parameters, drop, signal, refresh) {
     drop && h("p", { class: "small", style: { "margin-top": "12px" } }, h("span", { class: "quiet" }, "Dropped: "), h("code", {}, drop)),
     h("div", { class: "line" }, drop && h("button", { type: "button", onclick: () => go("edit", { input: parameters.get("input") }) }, "Everything back on"), copyLink()),
     slow.length > 0 && !isReport && run.keep === "slots" && h("div", { style: { "margin-top": "12px" } }, h("p", { class: "small quiet" }, `Edits by ${run.label} scan all slots now. With group totals, kept in the run's folder, they take milliseconds.`),
-      h("button", { type: "button", onclick: async () => { try { await follow(await post("/api/jobs", { kind: "totals", by: [run.label] }), building, { signal, finished: refresh }); } catch (error) { fill(building, problem(error)); } } }, `Build totals by ${run.label}`), building));
+      h("button", { type: "button", onclick: async () => { try { await follow(await post("/api/jobs", { kind: "totals", by: [run.label] }), building, { signal, finished: refresh, lasting: true }); } catch (error) { fill(building, problem(error)); } } }, `Build totals by ${run.label}`), building));
 }
 
 function changeCard(change) {

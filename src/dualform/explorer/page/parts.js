@@ -2,6 +2,7 @@
 import { h, number, percent, fill, problem, say } from "./dom.js";
 import { colourOf, inkOn } from "./colours.js";
 import { get, remove, isReport } from "./api.js";
+import { again } from "./state.js";
 
 export function sample(shown, alternative) {
   if (shown.kind === "image") {
@@ -103,17 +104,20 @@ export function choice(name, options, chosen, choose) {
 // A way to look that this run cannot show: why not.
 export const refused = (view) => h("p", { class: "note" }, h("b", {}, `${view.name} cannot be shown here: `), `${view.missing.replace(/\.$/, "")}.`);
 
-// Long work: how far it is, and a way to stop it. `finished` gets the result.
-export async function follow(job, place, { signal, finished, words = {} } = {}) {
+// Long work: how far it is, and a way to stop it. `finished` gets the result. Who leaves the view does not want it any more, unless
+// it lasts: then it is done all the same.
+export async function follow(job, place, { signal, finished, words = {}, lasting = false } = {}) {
+  const stop = () => remove(`/api/jobs/${job.id}`).catch(() => {});
+  if (!lasting) signal?.addEventListener("abort", () => { if (["waiting", "running"].includes(job.state)) stop(); }, { once: true });
   const bar = h("progress", { max: 1, "aria-label": "Progress" });
   const told = h("span", { class: "small quiet" }, "waiting …");
-  const cancel = h("button", { type: "button", onclick: async () => { cancel.disabled = true; await remove(`/api/jobs/${job.id}`).catch(() => {}); } }, "Cancel");
+  const cancel = h("button", { type: "button", onclick: () => { cancel.disabled = true; told.textContent = "cancelling …"; stop(); } }, "Cancel");
   fill(place, h("div", { class: "job" }, told, bar, cancel));
   while (!signal?.aborted) {
     if (job.state === "done") { say("Done."); return finished(job.result); }
     if (job.state === "failed") { fill(place, problem(new Error(job.problem))); return; }
-    if (job.state === "cancelled") { fill(place, h("p", { class: "quiet" }, "Cancelled.")); say("Cancelled."); return; }
-    told.textContent = words[job.what] ?? (job.what || "waiting");
+    if (job.state === "cancelled") { fill(place, h("div", { class: "line" }, h("span", {}, "Cancelled: the work has stopped."), h("button", { type: "button", onclick: again }, "Begin again"))); say("Cancelled."); return; }
+    if (!cancel.disabled) told.textContent = words[job.what] ?? (job.what || "waiting");
     if (job.total) { bar.max = job.total; bar.value = job.done; }
     await new Promise((resolve) => setTimeout(resolve, 250));
     try { job = await get(`/api/jobs/${job.id}`, {}, signal); } catch (error) { if (error.name !== "AbortError") fill(place, problem(error)); return; }

@@ -28,11 +28,14 @@ export function changed(parameters, changes) {
   return copy;
 }
 
+// The view that the address names, once more.
+export const again = () => window.dispatchEvent(new HashChangeEvent("hashchange"));
+
 export function go(view, parameters, { replace = false } = {}) {
   const address = link(view, parameters);
   if (address === location.hash) return;
   if (replace) {
     history.replaceState(null, "", address);
-    window.dispatchEvent(new HashChangeEvent("hashchange"));
+    again();
   } else location.hash = address;
 }
