@@ -60,9 +60,10 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
     certificate = dual.verify()
     print(f"\n{dtype}: accuracy {mnist.accuracy(model, test_images, TEST[1]):.4f}, {dual.store.nbytes / 1e9:.2f} GB")
     print(certificate)
-    everything = dual.masked(keep=pl.col("label") >= 0)
-    low, high = dual.masked(keep=pl.col("label") < 5), dual.masked(drop=pl.col("label") < 5)
-    nothing = dual.masked(keep=pl.col("label") < 0)
+    everything = dual.masked(keep=pl.col("label") >= 0, read="kept")
+    half = pl.col("label") < 5
+    low, high = dual.masked(keep=half, read="kept"), dual.masked(drop=half, read="kept")
+    nothing = dual.masked(keep=pl.col("label") < 0, read="kept")
     opposite = copy.deepcopy(low)
     with torch.no_grad():
         for name, value in opposite.named_parameters():
@@ -75,7 +76,7 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
         "certificate": {row["parameter"]: row for row in certificate.frame.to_dicts()},
         f"at_step({halfway}) against the checkpoint": distances(dual.at_step(halfway), middle, start, halfway),
         f"until({halfway}) against the checkpoint": distances(
-            dual.until(halfway).masked(keep=pl.col("label") >= 0), middle, start, halfway
+            dual.until(halfway).masked(keep=pl.col("label") >= 0, read="kept"), middle, start, halfway
         ),
         "masked(keep=everything) against the model": distances(everything, model, start, steps),
         "mask + opposite against the model": distances(opposite, model, start, steps),

@@ -245,9 +245,9 @@ def cell(network: str, optimizer: str, dtype: str, steps: int, folder: Path) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # running statistics come from a snapshot
         half = dict(dual.at_step(steps // 2).named_parameters())
-        kept = dict(dual.masked(keep=pl.col("half") == 0).named_parameters())
-        dropped = dict(dual.masked(drop=pl.col("half") == 0).named_parameters())
-        nothing = dict(dual.masked(keep=pl.lit(False)).named_parameters())
+        kept = dict(dual.masked(keep=pl.col("half") == 0, read="kept").named_parameters())
+        dropped = dict(dual.masked(drop=pl.col("half") == 0, read="kept").named_parameters())
+        nothing = dict(dual.masked(keep=pl.lit(False), read="kept").named_parameters())
     # A mask and its opposite may each be far larger than their sum: a bias before a normalisation, whose true gradient is zero
     parts_moved = {n: apart(kept, nothing)[n] + apart(dropped, nothing)[n] for n in kept}
     parts_size = {n: norms(kept)[n] + norms(dropped)[n] for n in kept}

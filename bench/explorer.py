@@ -56,6 +56,22 @@ def first_view(served: Served, layers: list[str], number: int) -> None:
             one.result()
 
 
+def edited(served: Served, drop: str) -> None:
+    """An edit that is answered at once."""
+    assert "after" in served.get("/api/edit", input="test:3", drop=drop), f"{drop} is a job"
+
+
+def _named(served: Served, run: Any, number: int) -> str:
+    """A training example, as the page names it: one of those behind a prediction."""
+    layer = run["layers"][-1]["name"]
+    key = served.get("/api/sources", input=f"test:{number}", layer=layer)["highest"][0]["key"]
+    return " AND ".join(_equal(column, value) for column, value in zip(run["by"], key, strict=True))
+
+
+def _equal(column: str, value: Any) -> str:
+    return f'"{column}" = ' + (f"'{value}'" if isinstance(value, str) else str(value))
+
+
 def measured(served: Served, what: str, asks: list[Any]) -> None:
     walls, before = [], served.cpu()
     for ask in asks:
@@ -79,14 +95,24 @@ def main() -> None:
             f"{run['title']}: {run['layers'][0]['slots']:,} slots, {len(layers)} layers; load {os.getloadavg()[0]:.1f}"
         )
         first_view(served, layers, 0)
-        served.get("/api/edit", input="test:0", drop="label = 0")
+        edited(served, "label = 0 AND step = 0")
         print(f"memory when warm: {served.memory():.0f} MB")
         measured(served, "first view", [lambda n=n: first_view(served, layers, n) for n in range(1, 6)])
-        measured(
-            served,
-            "edit by class",
-            [lambda n=n: served.get("/api/edit", input="test:3", drop=f"label IN ({n}, 9)") for n in range(1, 6)],
-        )
+        for group in run["groups"]:
+            if group["fast"]:
+                drops = [_equal(group["column"], value["value"]) for value in group["values"][:5]]
+                measured(
+                    served, f"edit by {group['column']}", [lambda drop=drop: edited(served, drop) for drop in drops]
+                )
+        last = run["steps"] - 1
+        for what, drops in {
+            "edit of one training example": [_named(served, run, n) for n in range(1, 6)],
+            "edit of ten steps": [
+                f"step BETWEEN {low} AND {low + 9}" for low in range(last // 5, last // 2, last // 16)
+            ],
+            "edit of about half of the steps": [f"step < {last // 2 + n}" for n in range(5)],
+        }.items():
+            measured(served, what, [lambda drop=drop: edited(served, drop) for drop in drops])
         with ThreadPoolExecutor(CLIENTS) as pool:
             began = time.perf_counter()
             list(pool.map(lambda n: first_view(served, layers, 100 + n), range(CLIENTS)))

@@ -64,7 +64,12 @@ def answers(folder: Path) -> list[str]:
         found.append(attention[layer].total("name", absolute=True).write_json())
         found.append(contributions[layer].top(3, where="label = 1", lowest=True).write_json())
         found.append(contributions[layer].parts().write_json())
-    others = (dual.masked(drop="label = 1"), dual.masked(keep="sample_id < 4"), dual.at_step(5), dual.at_step(2))
+    others = (
+        dual.masked(drop="label = 1"),
+        dual.masked(keep="sample_id < 4", read="kept"),
+        dual.at_step(5),
+        dual.at_step(2),
+    )
     return [*found, *(str([p.tolist() for p in other.parameters()]) for other in others)]
 
 

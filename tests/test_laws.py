@@ -132,8 +132,8 @@ conditions = st.sampled_from(
 @given(steps=batches, condition=conditions)
 def test_a_mask_and_its_opposite_add_up(steps, condition):
     with recorded(steps) as (dual, model):
-        kept, dropped = (dual.masked(keep=where).state_dict() for where in (condition, ~condition))
-        nothing = dual.masked(keep=pl.col("step") < 0).state_dict()
+        kept, dropped = (dual.masked(keep=where, read="kept").state_dict() for where in (condition, ~condition))
+        nothing = dual.masked(keep=pl.col("step") < 0, read="kept").state_dict()
         for name, full in model.state_dict().items():
             torch.testing.assert_close(kept[name] + dropped[name], full + nothing[name], rtol=0, atol=1e-13)
         for name in dual.layers:

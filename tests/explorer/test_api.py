@@ -270,6 +270,15 @@ def test_long_edits_are_jobs(client, monkeypatch):
     assert client.refused("/api/accuracy", drop="step < 6")[0] == 400
 
 
+def test_a_single_example_is_no_long_edit(client, dual, monkeypatch):
+    from dualform.explorer import edits
+
+    monkeypatch.setattr(edits, "SMALL", 10_000)  # the demo's slots, all of them: 400 rows, 1000 numbers each
+    sample = dual.rows["sample_id"][0]
+    assert client.get("/api/edit", input="test:3", drop=f"sample_id = {sample}")["dropped_rows"] == 2
+    assert client("GET", "/api/edit", params={"input": "test:3", "drop": "label = 6"}).status_code == 202
+
+
 def test_unnamed_rows_and_no_data(tmp_path):
     """A recording without sample_id, and nothing but test inputs."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))

@@ -84,7 +84,8 @@ def test_sql_is_no_code(dual):
 
 @pytest.mark.parametrize("everything", [pl.col("step") >= 0, pl.lit(True), "step >= 0", pl.col("position") >= 0])
 def test_keeping_everything_is_the_model(trained, everything):
-    assert_same_weights(trained.dual.masked(keep=everything), trained.model.state_dict())
+    for read in ("kept", "fewest"):
+        assert_same_weights(trained.dual.masked(keep=everything, read=read), trained.model.state_dict())
 
 
 def test_dropping_nothing_is_the_model(trained):
@@ -139,6 +140,11 @@ def test_it_is_a_plain_module_and_the_model_stays_as_it_is(trained):
 def test_one_of_keep_and_drop(dual, settings):
     with pytest.raises(QuestionError, match=r"needs one of keep= and drop=.*e\.g\."):
         dual.masked(**settings)
+
+
+def test_which_slots_are_read(dual):
+    with pytest.raises(QuestionError, match=r"read='all': expected \"fewest\" or \"kept\""):
+        dual.masked(keep=pl.lit(True), read="all")
 
 
 def test_null_never_passes_silently(tmp_path):

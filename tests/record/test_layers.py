@@ -347,10 +347,11 @@ def test_a_step_in_the_middle_is_the_checkpoint(run):
 
 def test_a_mask_and_its_opposite_add_up(run):
     condition = (pl.col("label") < 2) | (pl.col("step") == 1)
-    one, other = (parameters(run.dual.masked(**{how: condition})) for how in ("keep", "drop"))
-    nothing = parameters(run.dual.masked(keep=pl.lit(False)))
+    one, other = (parameters(run.dual.masked(**{how: condition}, read="kept")) for how in ("keep", "drop"))
+    nothing = parameters(run.dual.masked(keep=pl.lit(False), read="kept"))
     assert_close({n: one[n] + other[n] - nothing[n] for n in one}, run.checkpoints[-1])
-    assert_close(parameters(run.dual.masked(keep=pl.lit(True))), run.checkpoints[-1])
+    assert_close(parameters(run.dual.masked(keep=pl.lit(True), read="kept")), run.checkpoints[-1])
+    assert_close(parameters(run.dual.masked(keep=condition)), one)  # with fewer slots, the same
 
 
 def test_contributions_in_the_last_layer_add_up_to_the_logit(run):
@@ -368,7 +369,7 @@ def test_contributions_in_every_layer_are_what_a_mask_takes_away(run):
     """Σ contributions of some slots = ⟨∂target/∂parameter, what these slots wrote⟩, by autograd and by masks."""
     condition = (pl.col("label") != 1) & (pl.col("step") > 0)
     queries, dual, model = run.inputs[:3], run.dual, run.model.eval()
-    with_them, nothing = (parameters(dual.masked(keep=some)) for some in (condition, pl.lit(False)))
+    with_them, nothing = (parameters(dual.masked(keep=some, read="kept")) for some in (condition, pl.lit(False)))
     slopes = [torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in target(model(queries))]
     products = {  # like the parameter, for each query
         name: torch.stack([slope[place] for slope in slopes]) * (with_them[name] - nothing[name])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 
 import numpy as np
 
@@ -11,6 +13,11 @@ from dualform.dual.gradients import Updates, updates_of
 from dualform.recursions import KINDS, Floats, Walked, walk_back
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+
+REMEMBERED = 64
+"""So many walks."""
+_WALKS: dict[tuple[int, bytes], Walked] = {}
+_LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,17 @@ def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | Non
 
 
 def walked(updates: Updates) -> Coefficients:
-    """The coefficients of some updates."""
-    found = walk_back(updates.kind, updates.settings, len(updates.steps)) if len(updates.steps) else None
-    return Coefficients(updates, found or Walked(1.0, 0.0, np.zeros(0)))
+    """The coefficients of some updates. Walks are remembered: parameters of one optimizer have the same, question after question."""
+    count = len(updates.steps)
+    content = hashlib.blake2b(updates.kind.encode())
+    for name, values in sorted(updates.settings.items()):
+        content.update(name.encode() + values.tobytes())
+    known = (count, content.digest())
+    found = _WALKS.get(known)
+    if found is None:
+        found = walk_back(updates.kind, updates.settings, count) if count else Walked(1.0, 0.0, np.zeros(0))
+        with _LOCK:
+            _WALKS[known] = found
+            while len(_WALKS) > REMEMBERED:
+                del _WALKS[next(iter(_WALKS))]
+    return Coefficients(updates, found)

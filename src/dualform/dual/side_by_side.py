@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import is_elementwise
 from dualform.dual.gradients import Keep, updates_of
+from dualform.dual.masked import masked
 from dualform.dual.segments import Segment, cut, replay
 from dualform.dual.weights import rebuilt
 from dualform.errors import QuestionError
@@ -23,9 +24,16 @@ T = TypeVar("T")
 
 
 def each_rebuilt(
-    store: Store, parameters: Iterable[str], *, end: int, keep: Keep | None = None, workers: int = 1
+    store: Store,
+    parameters: Iterable[str],
+    *,
+    end: int,
+    keep: Keep | None = None,
+    trained: Mapping[str, Tensor] | None = None,
+    workers: int = 1,
 ) -> Iterator[Tensor]:
-    """`rebuilt` from the beginning, for each of the parameters in their order.
+    """`rebuilt` from the beginning, for each of the parameters in their order; `masked`, if there is a mask and what was trained is
+    given.
 
     One worker walks through training once. With more, a segment needs memory for the parameter, its optimizer state, the masked
     parameter and up to four matrices of its transfer; at most `workers` are replayed and as many wait for those before them.
@@ -35,19 +43,30 @@ def each_rebuilt(
     names = list(parameters)
     if workers == 1:
         for name in names:
-            yield rebuilt(store, name, begin=0, end=end, keep=keep)
+            yield _one(store, name, end, keep, trained)()
         return
-    with closing(run((task for name in names for task in _tasks(store, name, end, keep)), workers)) as done:
+    tasks = (task for name in names for task in _tasks(store, name, end, keep, trained))
+    with closing(run(tasks, workers)) as done:
         for name in names:
             found = next(done)
             yield found if isinstance(found, Tensor) else _strung(store, name, found, done, end, keep)
 
 
-def _tasks(store: Store, name: str, end: int, keep: Keep | None) -> Iterator[Callable[[], Tensor | Segment]]:
+def _one(
+    store: Store, name: str, end: int, keep: Keep | None, trained: Mapping[str, Tensor] | None
+) -> Callable[[], Tensor]:
+    if keep is None or trained is None:
+        return partial(rebuilt, store, name, begin=0, end=end, keep=keep)
+    return partial(masked, store, name, trained[name], end=end, keep=keep)
+
+
+def _tasks(
+    store: Store, name: str, end: int, keep: Keep | None, trained: Mapping[str, Tensor] | None
+) -> Iterator[Callable[[], Tensor | Segment]]:
     updates = updates_of(store, name, end=end)
     segments = cut(store, updates) if is_elementwise(updates) else []
     if len(segments) < 2:
-        yield partial(rebuilt, store, name, begin=0, end=end, keep=keep)
+        yield _one(store, name, end, keep, trained)
         return
     for some in segments:
         yield partial(replay, store, some, keep, first=some.begin == 0, last=some.end == end)

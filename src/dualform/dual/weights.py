@@ -14,6 +14,7 @@ from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
+from dualform.store.format import SLOTS
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -73,7 +74,7 @@ def rebuilt(
         return _rebuilt_small(store, parameter, found, keep)
     rows = kept_rows(store, parameter)
     total = initial_part(store, parameter, found, rows)
-    _add_slots(store, parameter, found, total, rows, keep)
+    add_slots(store, parameter, found, total, rows, keep)
     return total
 
 
@@ -91,12 +92,12 @@ def _rebuilt_small(store: Store, parameter: str, found: Coefficients, keep: Keep
         total -= torch.tensordot(torch.from_numpy(found.walked.c), gradients[here].double(), 1)
     if keep is not None:
         left = torch.zeros_like(total)
-        _add_slots(store, parameter, found, left, None, lambda chunk: ~keep(chunk))
+        add_slots(store, parameter, found, left, None, lambda chunk: ~keep(chunk))
         total -= left
     return total
 
 
-def _add_slots(
+def add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
@@ -108,12 +109,14 @@ def _add_slots(
         small = store.is_vector(parameter) and not only_errors
         dtype = torch.float64 if small else compute_dtype(store, parameter)
         rooms = Room(dtype), Room(dtype)
-        for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
+        for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
                 continue
             scales = scaled(chunk, found, 0, chunk.slots, dtype)
             for low, high in chunk.pieces((8 if only_errors else 1) * (layer.d_in + layer.d_out)):
+                if kept is not None and not kept[low:high].any():
+                    continue
                 keys: Keys
                 scale = scales[low:high]
                 if layer.form == "vectors":  # of these, only what takes part is read
@@ -131,7 +134,8 @@ def _add_slots(
                 for use in uses:
                     own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
                     found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
-                    own += found_here.reshape(own.shape).double()
+                    own += found_here.reshape(own.shape)
+            store.decoded(chunk.chunk.files[SLOTS].size)
 
 
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:

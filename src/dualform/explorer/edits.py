@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ MODELS = 256 << 20
 FEW = 40
 """A column with at most so many values can be switched value by value."""
 SMALL = 2e10
-"""Up to so many multiplications, an edit without group deltas is done at once."""
+"""Up to so many multiplications, an edit is done at once."""
 TESTED = 1000
 """So many test examples, evenly spread, are answered again after an edit."""
 
@@ -81,9 +82,12 @@ class Edits:
 
     def is_quick(self, drop: str) -> bool:
         """Whether an edit is done while one waits."""
-        columns = self.columns(drop)
-        work = sum(layer["slots"] * layer["d_in"] * layer["d_out"] for layer in self._subject.info["layers"])
-        return self.is_fast_for(columns) or work <= SMALL or drop in self._models
+        self.columns(drop)
+        if drop in self._models:
+            return True
+        dual = self._subject.dual
+        sizes = {parameter.name: math.prod(parameter.shape) for parameter in dual.store.manifest.parameters}
+        return sum(slots * sizes[name] for name, slots in dual.mask_reads(drop=drop).items()) <= SMALL
 
     def model(self, drop: str, progress: Progress | None = None) -> nn.Module:
         """The model without the slots that a condition names."""

@@ -98,10 +98,11 @@ def questions(session: Session, numbers: Sequence[int]) -> list[str]:
                         _address("/api/sources", input=name, layer=layer.name, kind=kind, target=u) for u in units
                     ]
         for group in run.groups:
-            slots = run.keep == "slots" and session.edits.is_quick(f'"{group.column}" = 0')
-            if group.fast or slots:
-                for value in group.values:
-                    found.append(_address("/api/edit", input=name, drop=_equal(group.column, value.value)))
+            if run.keep == "slots" or group.fast:
+                drops = [_equal(group.column, value.value) for value in group.values]
+                found += [
+                    _address("/api/edit", input=name, drop=drop) for drop in drops if session.edits.is_quick(drop)
+                ]
     return found
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dualform.dual import certificate
 from dualform.dual.compact import compact
-from dualform.dual.gradients import Keep, compute_dtype
+from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
+from dualform.dual.masked import plan
 from dualform.dual.side_by_side import each_rebuilt
-from dualform.dual.totals import find
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import (
     InexactWarning,
@@ -38,7 +38,7 @@ from dualform.query.contributions import LayerContributions
 from dualform.query.estimate import Settings, estimate
 from dualform.query.forward import Captured, run
 from dualform.query.influence import Influence
-from dualform.query.masks import Mask, condition_columns, over_groups
+from dualform.query.masking import Masking
 from dualform.query.mislabelled import mislabelled
 from dualform.query.slots import addresses
 from dualform.store.format import Mark
@@ -256,43 +256,56 @@ class Dual:
         keep: pl.Expr | str | None = None,
         drop: pl.Expr | str | None = None,
         layers: str | Collection[str] | None = None,
+        read: str = "fewest",
         workers: int = 1,
         progress: certificate.Progress | None = None,
     ) -> nn.Module:
         """A plain copy of the model whose layers remember only some of their slots.
 
         This edits memory: coefficients, clipping and decay stay as they were. It does not predict retraining.
+        read: "fewest": between two snapshots whichever are fewer, the slots kept or those left out, whose part is then taken from the
+        weights as they were trained (SGD family; `mask_reads` counts them). "kept": every slot that is kept, on top of the initial
+        part alone. They differ by no more than the gap that `verify` prints; only the second says anything about that gap.
         workers: threads, each with a parameter or, where an optimizer is replayed (Adam family), with a stretch of training
         between two snapshots. Each needs memory for up to 16 matrices like the parameter.
         """
-        if (keep is None) == (drop is None):
-            raise QuestionError('masked() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
-        self._needs_slots("masked")
+        if read not in ("fewest", "kept"):
+            raise QuestionError(f'read={read!r}: expected "fewest" or "kept".')
+        question = self._masking(keep, drop, "masked")
         self._warn()
-        weights = self._weights_at(self.end_step)
-        condition, name = (keep, "keep") if drop is None else (drop, "drop")
-        assert condition is not None
-        columns = condition_columns(condition, self.store, name)
-        view = find(self.store, columns, self.end_step, deltas=True, subset=True)
-        kept = None if view is None else over_groups(condition, view.groups, name)
-        if view is not None and kept is not None:
-            for parameter in self._parameters(layers):
-                weights[parameter] = view.rebuilt(parameter, kept if drop is None else ~kept)
-            return self._with(weights)
-        if self.store.manifest.keep == "totals":
-            raise NotRecordedError(
-                f"{self.store.folder} keeps totals only; this mask needs group deltas for its columns, or slots. Record with "
-                f'totals= for them, or with keep="slots".'
-            )
-        mask = Mask(self.store, condition, self.end_step, name=name)
-        takes_part: Keep = mask if drop is None else (lambda chunk: ~mask(chunk))
-        names = self._parameters(layers)
+        weights, names = self._weights_at(self.end_step), self._parameters(layers)
+        found = question.from_groups()
+        if found is not None:
+            view, kept = found
+            return self._with(weights | {name: view.rebuilt(name, kept) for name in names})
+        takes_part = question.slots()
         for name in names:
             self._whole(name, "masked()")
-        found = each_rebuilt(self.store, names, end=self.end_step, keep=takes_part, workers=workers)
-        for name, value in zip(_counted("masking", names, progress), found, strict=True):
+        trained = {name: weights[name] for name in names} if read == "fewest" else None
+        values = each_rebuilt(self.store, names, end=self.end_step, keep=takes_part, trained=trained, workers=workers)
+        for name, value in zip(_counted("masking", names, progress), values, strict=True):
             weights[name] = value
         return self._with(weights)
+
+    def mask_reads(
+        self,
+        *,
+        keep: pl.Expr | str | None = None,
+        drop: pl.Expr | str | None = None,
+        layers: str | Collection[str] | None = None,
+    ) -> dict[str, int]:
+        """How many slots masked() would read for each parameter: its cost is this times the parameter's size.
+
+        None where group deltas answer; between two snapshots the fewer of those kept and those left out; all, where an optimizer is
+        replayed (Adam family).
+        """
+        question, names = self._masking(keep, drop, "mask_reads"), self._parameters(layers)
+        if question.from_groups() is not None:
+            return dict.fromkeys(names, 0)
+        takes_part, end = question.slots(), self.end_step
+        plans = {name: plan(self.store, name, end=end, keep=takes_part) for name in names}
+        every = {name: sum(map(self.store.slots, (one.name for one in self.store.users(name)))) for name in names}
+        return {name: every[name] if found is None else found.slots for name, found in plans.items()}
 
     def mislabelled(
         self,
@@ -413,6 +426,16 @@ class Dual:
             raise NotRecordedError(
                 f'{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep="slots".'
             )
+
+    def _masking(self, keep: pl.Expr | str | None, drop: pl.Expr | str | None, question: str) -> Masking:
+        if keep is not None and drop is None:
+            condition, name = keep, "keep"
+        elif drop is not None and keep is None:
+            condition, name = drop, "drop"
+        else:
+            raise QuestionError(f'{question}() needs one of keep= and drop=, e.g. drop=pl.col("task") == "fashion".')
+        self._needs_slots(question)
+        return Masking(self.store, condition, self.end_step, name)
 
     def _chosen(self, layers: str | Collection[str] | None) -> list[str]:
         if layers is None:

@@ -1,0 +1,122 @@
+"""A parameter with some of its slots: of each stretch between two snapshots, whichever are fewer are read, those kept or those left out.
+
+Where coefficients are numbers, all slots of the steps from b to e together wrote I(e) − I(b), I(s) being what the weights and the
+buffer of step s have become by the end. So a stretch that is kept as a whole, or left out as a whole, needs no slots at all, and a
+parameter without a single sample is the trained one less what that sample wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.dual.coefficients import is_elementwise, walked
+from dualform.dual.gradients import Keep, Updates, updates_of
+from dualform.dual.weights import add_slots, initial_part, rebuilt
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read of a parameter's slots."""
+
+    store: Store
+    updates: Updates
+    keep: Keep
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """Where stretches begin, and where the last one ends."""
+        inside = [step for step in self.store.snapshot_steps() if 0 < step < self.updates.end]
+        return [0, *inside, self.updates.end]
+
+    @cached_property
+    def counts(self) -> tuple[Ints, Ints]:
+        """(stretches,): how many slots are kept, and how many are left out."""
+        kept, every = np.zeros(len(self.edges) - 1, np.int64), np.zeros(len(self.edges) - 1, np.int64)
+        for layer in self.store.users(self.updates.parameter):
+            for chunk in self.store.addresses(layer.name, end_step=self.updates.end):
+                places = self._stretch(chunk)
+                taken = np.add.reduceat(np.append(self.keep(chunk), False).astype(np.int64), chunk.starts)
+                np.add.at(kept, places, np.where(chunk.counts > 0, taken, 0))
+                np.add.at(every, places, chunk.counts)
+        return kept, every - kept
+
+    @cached_property
+    def reads_kept(self) -> Bools:
+        """(stretches,): whether those kept are read; else those left out."""
+        kept, left = self.counts
+        return kept < left
+
+    @property
+    def slots(self) -> int:
+        """So many are read."""
+        return int(np.minimum(*self.counts).sum())
+
+    def some(self, *, kept: bool) -> Keep | None:
+        """The slots kept, or those left out, of the stretches where these are read; None: there are none."""
+        if not self.counts[0 if kept else 1][self.reads_kept == kept].any():
+            return None
+
+        def taken(chunk: SlotChunk) -> Bools:
+            here = chunk.per_slot(self.reads_kept[self._stretch(chunk)] == kept)
+            if here.any():
+                here &= self.keep(chunk) == kept
+            return here
+
+        return taken
+
+    def become(self, step: int, trained: Tensor) -> Tensor:
+        """I(step), float64."""
+        end = self.updates.end
+        if step == end:
+            return trained.double()
+        return initial_part(self.store, self.updates.parameter, walked(self.updates.between(step, end)))
+
+    def put_together(self) -> Iterator[tuple[int, int]]:
+        """Stretches (begin, end) where those kept are read, joined where one follows another."""
+        wanted = np.flatnonzero(np.diff(np.concatenate([[False], self.reads_kept, [False]]).astype(int)))
+        for first, last in wanted.reshape(-1, 2).tolist():
+            yield self.edges[first], self.edges[last]
+
+    def _stretch(self, chunk: SlotChunk) -> Ints:
+        """(blocks,): the stretch of each block."""
+        return np.searchsorted(self.edges, chunk.blocks[:, 0], side="right") - 1
+
+
+def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
+    """What is to be read; None where a walk through all of training is needed: an optimizer is replayed, or a part of the movement
+    is in no slot."""
+    marks = [store.manifest.inexact.get(layer.name) for layer in store.users(parameter)]
+    if any(mark is not None and mark.step < end for mark in marks):
+        return None
+    updates = updates_of(store, parameter, end=end)
+    return None if is_elementwise(updates) else Plan(store, updates, keep)
+
+
+def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Keep) -> Tensor:
+    """Initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
+    found = plan(store, parameter, end=end, keep=keep)
+    if found is None:
+        return rebuilt(store, parameter, begin=0, end=end, keep=keep)
+    total, coefficients = trained.to(torch.float64, copy=True), walked(found.updates)
+    for begin, stop in found.put_together():
+        total += found.become(begin, trained) - found.become(stop, trained)
+    kept, left = found.some(kept=True), found.some(kept=False)
+    if kept is not None:
+        add_slots(store, parameter, coefficients, total, None, kept)
+    if left is not None:
+        gone = torch.zeros_like(total)
+        add_slots(store, parameter, coefficients, gone, None, left)
+        total -= gone
+    return total
