@@ -43,6 +43,11 @@ def test_a_run_of_the_paper(tmp_path):
     assert change.dropped_rows == 60
     assert found.predictions.examples(part="mnist", number=3).examples[0].input == "test:3"
     assert found.reading.sample([dataset, str(sample)], "4", k=3).readers
+    digit, garment = (found.predictions.prediction(address) for address in ("test:3", "test:31"))
+    assert digit.label.name == str(digit.label.value)  # each by the names of its own dataset
+    assert {unit.name for unit in digit.units} == set("0123456789")
+    assert garment.label.name in {unit.name for unit in garment.units} > {"T-shirt", "ankle boot"}
+    assert run.units[9].name == "9 / ankle boot"
 
 
 def test_a_language_run(tmp_path):

@@ -57,7 +57,11 @@ class Predictions:
             return None
         part, place = self.test.place(int(address.removeprefix("test:")))
         label = part.label(place)
-        return None if label is None else self._subject.named(label)
+        return None if label is None else self._subject.named(label, of=part.name)
+
+    def dataset(self, address: str) -> str:
+        """The name of a test example's dataset, if there are several."""
+        return self.test.place(int(address.removeprefix("test:")))[0].name if address.startswith("test:") else ""
 
     def title(self, address: str) -> str:
         """How an input is called."""
@@ -76,11 +80,11 @@ class Predictions:
         """What a model says about an input; default: the trained one."""
         logits = self.logits(address, model)
         probabilities = logits.double().softmax(0)
-        order = logits.argsort(descending=True, stable=True)[:SHOWN].tolist()
+        order, dataset = logits.argsort(descending=True, stable=True)[:SHOWN].tolist(), self.dataset(address)
         units = [
             Unit(
                 unit=unit,
-                name=self._subject.name(unit),
+                name=self._subject.name(unit, dataset),
                 colour=unit,
                 logit=float(logits[unit]),
                 probability=float(probabilities[unit]),
@@ -160,8 +164,8 @@ class Predictions:
             input=f"test:{number}",
             title=f"{part.name} test {place}".strip(),
             shown=self._subject.show_input(part.input(place)),
-            label=None if label is None else self._subject.named(label),
-            answer=self._subject.named(int(answers[number])),
+            label=None if label is None else self._subject.named(label, of=part.name),
+            answer=self._subject.named(int(answers[number]), of=part.name),
             right=None if label is None else bool(self.right[number]),
             probability=float(sure[number]),
         )

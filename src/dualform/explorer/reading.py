@@ -62,7 +62,7 @@ class Reading:
             key=list(key),
             title=self._book.title(key),
             shown=self._subject.show_training(key),
-            label=None if label is None else self._subject.named(label),
+            label=self._subject.label_of(key, label),
             columns={name: plain(value) for name, value in first.items() if name != "step"},
             layer=layer,
             visits=[] if keys is None or values is None else self._visits(slots, layer, keys, values),

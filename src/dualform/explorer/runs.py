@@ -76,19 +76,17 @@ def _paper(folder: Path, found: dict[str, Any], data: Path | None) -> Subject:
     settings = Settings(phases=phases, **given)
     _check(settings.width, settings.batch)
     tasks = load(settings, data)
-    names = [task.classes for task in tasks.values()]
     first = next(iter(tasks.values()))
     low, high = float(first.train.min()), float(first.train.max())
 
     def drawn(drawing: Tensor) -> Tensor:
         return (fitted(drawing, 28, (20, 20)) * (high - low) + low).flatten()
 
-    classes = [" / ".join(dict.fromkeys(some)) for some in zip(*names, strict=True)]
     return subject(
         dualform.open(folder, network(settings)),
         {name: task.train for name, task in tasks.items()},
         {name: (task.test, task.test_labels) for name, task in tasks.items()},
-        class_names=classes,
+        class_names={name: task.classes for name, task in tasks.items()},
         by=("dataset", "sample_id"),
         draw=drawn,
         title=f"{' and '.join(tasks)}, {settings.experiment}",

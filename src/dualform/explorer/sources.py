@@ -229,7 +229,7 @@ class Scoring:
                     key=list(key),
                     title=self._book.title(key),
                     shown=self._subject.show_training(key),
-                    label=None if label is None else self._subject.named(label),
+                    label=self._subject.label_of(key, label),
                     weight=sign * float(by_sample[number]),
                     step=0 if strongest is None else int(self._book.steps[rows[strongest]]),
                     visits=int(self._book.samples[number, "visits"]),

@@ -17,7 +17,9 @@ from dualform.explorer.forms import Named, Shown, Value
 from dualform.explorer.showing import Show, shown
 from dualform.explorer.text import Language
 
-ClassNames = Sequence[str] | Mapping[Any, str] | None
+Names = Sequence[str] | Mapping[Any, str]
+ClassNames = Names | Mapping[str, Names] | None
+"""Names of classes by number or value; or such names by dataset, where datasets share the outputs."""
 Draw = Callable[[Tensor], Tensor]
 """From a drawing, (32, 32) with 1 where there is ink, to an input of the model."""
 
@@ -50,19 +52,22 @@ class Subject:
         """The same, with the recording opened anew: totals were built meanwhile."""
         return replace(self, dual=self.dual.reopened())
 
-    def name(self, value: Value) -> str:
-        """The name of a class."""
-        names = self.class_names
-        if isinstance(names, Mapping):
-            return str(names.get(value, value))
-        if names is not None and isinstance(value, int) and 0 <= value < len(names):
-            return str(names[value])
-        return str(value)
+    def name(self, value: Value, of: Value = None) -> str:
+        """The name of a class; of: the dataset, where each has names of its own. Without it, the names of all."""
+        names: Any = self.class_names
+        if isinstance(names, Mapping) and any(not isinstance(one, str) for one in names.values()):
+            apart = {dataset: _name(own, value) for dataset, own in names.items()}
+            return apart.get(str(of)) or " / ".join(dict.fromkeys(apart.values()))
+        return _name(names, value)
 
-    def named(self, value: Value, place: int | None = None) -> Named:
+    def named(self, value: Value, place: int | None = None, *, of: Value = None) -> Named:
         """A class with its name and colour: that of its number or, if it has none, of its place among the others."""
         colour = value if isinstance(value, int) and not isinstance(value, bool) else place or 0
-        return Named(value=value, name=self.name(value), colour=colour)
+        return Named(value=value, name=self.name(value, of), colour=colour)
+
+    def label_of(self, key: Key, label: Value) -> Named | None:
+        """The class of a training sample; with several columns in its key, the first names its dataset."""
+        return None if label is None else self.named(label, of=key[0] if len(key) > 1 else None)
 
     def show_input(self, sample: Any) -> Shown:
         """An input as plain data."""
@@ -109,6 +114,14 @@ def subject(
         ink,
         language,
     )
+
+
+def _name(names: Names | None, value: Value) -> str:
+    if isinstance(names, Mapping):
+        return str(names.get(value, value))
+    if names is not None and isinstance(value, int) and 0 <= value < len(names):
+        return str(names[value])
+    return str(value)
 
 
 def plain(value: Any) -> Value:

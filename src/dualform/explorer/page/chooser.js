@@ -23,7 +23,7 @@ export function chooser(view, { run, parameters, signal }) {
     const items = found.examples.map((example) => h("li", {}, h("a", {
       href: link(view, changed(parameters, { input: example.input, target: null })), "aria-current": example.input === parameters.get("input") ? "true" : undefined,
       "aria-label": `${example.title}${example.label ? `, label ${example.label.name}` : ""}${example.answer ? `, answer ${example.answer.name}` : ""}${example.right === false ? ", wrong" : ""}`,
-    }, framed(example), h("span", { class: "under", "aria-hidden": "true" }, example.right === false ? h("span", { class: "wrong" }, `${example.label.name}→${example.answer.name}`) : h("span", { class: "quiet" }, example.label?.name ?? example.answer?.name)))));
+    }, framed(example), h("span", { class: "under", "aria-hidden": "true" }, example.right === false ? [h("span", { class: "wrong" }, example.label.name), h("span", { class: "wrong" }, `→${example.answer.name}`)] : h("span", { class: "quiet" }, example.label?.name ?? example.answer?.name)))));
     const more = found.found > offset + EACH;
     fill(grid, items.length ? h("ul", { class: "grid", "aria-label": "Test examples" }, items) : h("p", { class: "quiet" }, "No test example fits."),
       !isReport && h("div", { class: "line", style: { "margin-top": "10px", "justify-content": "space-between" } },

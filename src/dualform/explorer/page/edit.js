@@ -68,7 +68,7 @@ const title_ = (found) => h("div", { class: "line", style: { "margin-bottom": "8
 function switches(run, parameters, drop, signal, refresh) {
   const off = parameters.getAll("off");
   const set = (changes) => go("edit", changed(parameters, changes));
-  const slow = run.groups.filter((group) => !group.fast && group.column === run.label);
+  const slow = run.groups.filter((group) => !group.fast).map((group) => group.column);
   const building = h("div", {});
   const [from, to] = [h("input", { type: "number", min: 0, max: run.steps, value: parameters.get("from") ?? "", placeholder: "0" }), h("input", { type: "number", min: 0, max: run.steps, value: parameters.get("to") ?? "", placeholder: String(run.steps - 1) })];
   const sql = h("input", { type: "text", value: parameters.get("sql") ?? "", placeholder: `${run.label || "step"} = 7 AND step > 100`, spellcheck: "false", maxlength: 1000, onchange: (event) => set({ sql: event.target.value }) });
@@ -89,8 +89,8 @@ function switches(run, parameters, drop, signal, refresh) {
     !isReport && h("details", { style: { "margin-top": "12px" }, open: Boolean(parameters.get("sql")) }, h("summary", { class: "small" }, "As a condition (SQL over the columns and step)"), h("label", { class: "field", style: { "margin-top": "8px" } }, "Also without rows where", sql)),
     drop && h("p", { class: "small", style: { "margin-top": "12px" } }, h("span", { class: "quiet" }, "Dropped: "), h("code", {}, drop)),
     h("div", { class: "line" }, drop && h("button", { type: "button", onclick: () => go("edit", { input: parameters.get("input") }) }, "Everything back on"), copyLink()),
-    slow.length > 0 && !isReport && run.keep === "slots" && h("div", { style: { "margin-top": "12px" } }, h("p", { class: "small quiet" }, `Edits by ${run.label} scan all slots now. With group totals, kept in the run's folder, they take milliseconds.`),
-      h("button", { type: "button", onclick: async () => { try { await follow(await post("/api/jobs", { kind: "totals", by: [run.label] }), building, { signal, finished: refresh, lasting: true }); } catch (error) { fill(building, problem(error)); } } }, `Build totals by ${run.label}`), building));
+    slow.length > 0 && !isReport && run.keep === "slots" && h("div", { style: { "margin-top": "12px" } }, h("p", { class: "small quiet" }, "Edits read slots. With group totals, kept in the run's folder, those by a column take milliseconds."),
+      h("div", { class: "line" }, slow.map((column) => h("button", { type: "button", onclick: async () => { try { await follow(await post("/api/jobs", { kind: "totals", by: [column] }), building, { signal, finished: refresh, lasting: true }); } catch (error) { fill(building, problem(error)); } } }, `Build totals by ${column}`))), building));
 }
 
 function changeCard(change) {
