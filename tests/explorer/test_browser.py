@@ -214,7 +214,7 @@ def test_cancelling_long_work(chromium, digits, endless, monkeypatch):
     with page(chromium, f"{digits}#/edit?input=test:3") as look:
         settled(look)
         job = begun(look, lambda: look.get_by_role("button", name="Switch off label 9").click())
-        look.get_by_text("masking", exact=True).wait_for()
+        look.get_by_text("putting the network together without it").wait_for()
         assert float(look.get_by_role("progressbar").get_attribute("value")) == 1
         look.get_by_role("button", name="Cancel").click()
         look.get_by_text("Cancelled: the work has stopped.").wait_for()

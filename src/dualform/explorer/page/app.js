@@ -39,6 +39,8 @@ function header() {
       type: "button", class: "icon", "aria-label": dark ? "Light colours" : "Dark colours", title: dark ? "Light colours" : "Dark colours",
       onclick: () => { const next = dark ? "light" : "dark"; try { localStorage.setItem("dualform-theme", next); } catch { /* not kept */ } theme(next); show(); },
     }, dark ? "☀" : "☾")));
+  const nav = document.querySelector("#top nav"), here = nav.querySelector("[aria-current]");
+  if (here) nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2; // on a narrow page tabs scroll
 }
 
 async function show() {

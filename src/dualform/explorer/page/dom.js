@@ -38,6 +38,7 @@ export function number(value, digits = 3) {
   return minus(String(Number(value.toPrecision(digits))));
 }
 const minus = (text) => text.replace("-", "−");
+export const visits = (count) => `${whole(count)} ${count === 1 ? "visit" : "visits"}`;
 export const whole = (value) => value.toLocaleString("en");
 export function percent(value) {
   if (value === null || value === undefined) return "–";

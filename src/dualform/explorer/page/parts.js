@@ -101,12 +101,18 @@ export function choice(name, options, chosen, choose) {
   return group;
 }
 
+// What long work says of itself, for people.
+const WORDS = {
+  queries: "asking the network at moments of its training …", curvature: "measuring curvature …", masking: "putting the network together without it …",
+  verify: "beginning …", edit: "beginning …", influence: "beginning …", verifying: "comparing with the trained weights …", totals: "adding up …", suspects: "ranking all training examples …",
+};
+
 // A way to look that this run cannot show: why not.
 export const refused = (view) => h("p", { class: "note" }, h("b", {}, `${view.name} cannot be shown here: `), `${view.missing.replace(/\.$/, "")}.`);
 
 // Long work: how far it is, and a way to stop it. `finished` gets the result. Who leaves the view does not want it any more, unless
 // it lasts: then it is done all the same.
-export async function follow(job, place, { signal, finished, words = {}, lasting = false } = {}) {
+export async function follow(job, place, { signal, finished, lasting = false } = {}) {
   const stop = () => remove(`/api/jobs/${job.id}`).catch(() => {});
   if (!lasting) signal?.addEventListener("abort", () => { if (["waiting", "running"].includes(job.state)) stop(); }, { once: true });
   const bar = h("progress", { max: 1, "aria-label": "Progress" });
@@ -117,7 +123,7 @@ export async function follow(job, place, { signal, finished, words = {}, lasting
     if (job.state === "done") { say("Done."); return finished(job.result); }
     if (job.state === "failed") { fill(place, problem(new Error(job.problem))); return; }
     if (job.state === "cancelled") { fill(place, h("div", { class: "line" }, h("span", {}, "Cancelled: the work has stopped."), h("button", { type: "button", onclick: again }, "Begin again"))); say("Cancelled."); return; }
-    if (!cancel.disabled) told.textContent = words[job.what] ?? (job.what || "waiting");
+    if (!cancel.disabled) told.textContent = WORDS[job.what] ?? (job.what || "waiting …");
     if (job.total) { bar.max = job.total; bar.value = job.done; }
     await new Promise((resolve) => setTimeout(resolve, 250));
     try { job = await get(`/api/jobs/${job.id}`, {}, signal); } catch (error) { if (error.name !== "AbortError") fill(place, problem(error)); return; }

@@ -1,5 +1,5 @@
 // A prediction: the input, what the model says, and for each layer where that comes from.
-import { h, fill, problem, skeleton, number, whole, percent, say } from "./dom.js";
+import { h, fill, problem, skeleton, number, whole, visits, percent, say } from "./dom.js";
 import { get, post, isReport } from "./api.js";
 import { go, link, changed } from "./state.js";
 import { sample, chip, verdict, probabilities, bars, adding, choice, copyLink, follow, refused } from "./parts.js";
@@ -113,8 +113,8 @@ function split(sources, unit) {
 export function examples(list, layer, word) {
   return h("ol", { class: "sources" }, list.map((source) => h("li", {}, h("a", {
     href: isReport ? undefined : link("sample", { key: source.key.map(String), layer: layer.name }),
-    "aria-label": `Training example ${source.title}${source.label ? `, label ${source.label.name}` : ""}, ${word} ${number(source.weight)}, strongest at step ${source.step}, ${source.visits} visits`,
-    title: `training example ${source.title}\n${word} ${number(source.weight, 5)}, summed over ${source.visits} visits\nstrongest at step ${source.step}`,
+    "aria-label": `Training example ${source.title}${source.label ? `, label ${source.label.name}` : ""}, ${word} ${number(source.weight)}, strongest at step ${source.step}, ${visits(source.visits)}`,
+    title: `training example ${source.title}\n${word} ${number(source.weight, 5)}, summed over ${visits(source.visits)}\nstrongest at step ${source.step}`,
   }, sample(source.shown, ""), h("span", { class: "told", style: { display: "block" }, "aria-hidden": "true" },
-    source.label && [chip(source.label), " "], h("b", {}, number(source.weight)), h("br"), h("span", { class: "quiet" }, `step ${source.step}`), " ", h("span", { class: "quiet" }, `${source.visits} visits`))))));
+    source.label && [chip(source.label), " "], h("b", {}, number(source.weight)), h("span", { class: "quiet" }, `step ${source.step}`), " ", h("span", { class: "quiet" }, visits(source.visits)))))));
 }

@@ -47,7 +47,7 @@ function verification(place, run, signal) {
   const table = (found) => {
     verified = found;
     fill(place, h("p", { class: found.passed ? "right" : "wrong" }, found.passed ? `Verified after step ${whole(found.step)}: every parameter is what its slots say.` : "Not every parameter is what its slots say."),
-      h("div", { class: "scroll" }, h("table", { class: "lines" },
+      h("div", { class: "scroll" }, h("table", { class: "lines certificate" },
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Parameter"), ["Gap", "Rounding floor", "Moved by"].map((name) => h("th", { scope: "col", class: "number" }, name)), h("th", { scope: "col" }, "In words"))),
         h("tbody", {}, found.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.parameter), [line.gap, line.floor, line.movement].map((value) => h("td", { class: "number" }, number(value, 2))),
           h("td", {}, h("span", { class: line.verdict === "pass" ? "right" : "wrong" }, `${line.verdict}: `), line.words)))))));

@@ -15,7 +15,7 @@ export async function show(place, { run, parameters, signal }) {
   if (run.suspects) { fill(list, h("p", { class: "note" }, run.suspects)); return; }
   const finished = (found) => { ranked = true; fill(list, table(found, offset, parameters)); };
   if (ranked) finished(await get("/api/suspects", { offset: offset || null, limit: EACH }, signal));
-  else await follow(await post("/api/jobs", { kind: "suspects" }), list, { signal, finished: async (found) => finished(offset ? await get("/api/suspects", { offset, limit: EACH }, signal) : found), words: { suspects: "ranking all training examples …" } });
+  else await follow(await post("/api/jobs", { kind: "suspects" }), list, { signal, finished: async (found) => finished(offset ? await get("/api/suspects", { offset, limit: EACH }, signal) : found) });
 }
 
 function table(found, offset, parameters) {

@@ -1,5 +1,5 @@
 // Text: a prompt with tokens to click on; for the chosen one, the passages of the training text that a layer reads.
-import { h, fill, problem, skeleton, number, percent, say } from "./dom.js";
+import { h, fill, problem, skeleton, number, visits, percent, say } from "./dom.js";
 import { get, post } from "./api.js";
 import { go, changed } from "./state.js";
 import { bars, choice, copyLink, follow, refused } from "./parts.js";
@@ -79,5 +79,5 @@ const visible = (text) => (text === "\n" ? "↵" : text === " " ? "␣" : text);
 const flowing = (text) => text.replace(/\s*\n\s*/g, " ↵ ");
 const quoted = (text) => `“${visible(text)}”`;
 const list = (passages) => h("ol", { class: "passages" }, passages.map((one) => h("li", {},
-  h("div", { class: "line small" }, h("b", {}, number(one.weight)), one.excerpt.title && h("span", {}, one.excerpt.title), h("span", { class: "quiet" }, `position ${one.excerpt.position.toLocaleString("en")}, ${one.visits} visits`)),
+  h("div", { class: "line small" }, h("b", {}, number(one.weight)), one.excerpt.title && h("span", {}, one.excerpt.title), h("span", { class: "quiet" }, `position ${one.excerpt.position.toLocaleString("en")}, ${visits(one.visits)}`)),
   h("p", { class: "passage" }, flowing(one.excerpt.before), h("mark", {}, visible(one.excerpt.token)), flowing(one.excerpt.after)))));
