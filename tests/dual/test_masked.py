@@ -102,6 +102,16 @@ def test_group_deltas_need_no_slots(tmp_path):
     assert sum(dual.mask_reads(drop="step = 4").values()) > 0
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("condition", ["label = 1", "label <> 1", "true", "false"])
+def test_of_groups_too_the_fewer_are_taken(tmp_path, optimizer, condition):
+    """Those left out from the trained weights, or those kept on top of the initial part."""
+    dual = train(tmp_path / "run", optimizer, totals=["label"])
+    found, expected = (dual.masked(keep=condition, read=read).state_dict() for read in ("fewest", "kept"))
+    for name in parameters(dual):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
+
+
 def test_what_moved_without_slots_is_no_memory(tmp_path):
     """A layer that is marked as inexact: as before, its initial part and what is kept."""
     torch.manual_seed(0)

@@ -94,11 +94,16 @@ class Plan:
         return np.searchsorted(self.edges, chunk.blocks[:, 0], side="right") - 1
 
 
+def is_marked(store: Store, parameter: str, end: int) -> bool:
+    """Whether a part of a parameter's movement is in no slot."""
+    marks = [store.manifest.inexact.get(layer.name) for layer in store.users(parameter)]
+    return any(mark is not None and mark.step < end for mark in marks)
+
+
 def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
     """What is to be read; None where a walk through all of training is needed: an optimizer is replayed, or a part of the movement
     is in no slot."""
-    marks = [store.manifest.inexact.get(layer.name) for layer in store.users(parameter)]
-    if any(mark is not None and mark.step < end for mark in marks):
+    if is_marked(store, parameter, end):
         return None
     updates = updates_of(store, parameter, end=end)
     return None if is_elementwise(updates) else Plan(store, updates, keep)

@@ -20,7 +20,7 @@ from dualform.dual import certificate
 from dualform.dual.compact import compact
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
-from dualform.dual.masked import plan
+from dualform.dual.masked import is_marked, plan
 from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import (
@@ -277,7 +277,12 @@ class Dual:
         found = question.from_groups()
         if found is not None:
             view, kept = found
-            return self._with(weights | {name: view.rebuilt(name, kept) for name in names})
+            sure = {
+                name: weights[name]
+                for name in names
+                if read == "fewest" and not is_marked(self.store, name, self.end_step)
+            }
+            return self._with(weights | {name: view.rebuilt(name, kept, sure.get(name)) for name in names})
         takes_part = question.slots()
         for name in names:
             self._whole(name, "masked()")
