@@ -1,3 +1,6 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import polars as pl
 import pytest
 import torch
@@ -167,3 +170,14 @@ def test_reopened_it_knows_totals_that_were_built(tmp_path):
     dualform.build_totals(tmp_path / "run", "label")
     assert dual.info()["totals"] == []
     assert [kept["by"] for kept in dual.reopened().info()["totals"]] == [["label"]]
+
+
+@pytest.mark.parametrize("question", ["attend", "contributions"])
+def test_two_threads_do_not_see_each_other(trained, question):
+    """A forward pass that takes its time, while another question is asked of the same dual."""
+    dual = trained.dual
+    alone = [getattr(dual, question)(INPUTS[n : n + 1])["2"].total("label") for n in range(4)]
+    dual._ready.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: getattr(dual, question)(INPUTS[n : n + 1])["2"].total("label"), range(4)))
+    assert [one.to_dicts() for one in found] == [one.to_dicts() for one in alone]
