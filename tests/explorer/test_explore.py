@@ -12,6 +12,7 @@ import pytest
 import runs
 import torch
 
+import dualform
 from dualform.errors import QuestionError
 
 
@@ -36,12 +37,19 @@ def test_from_python(tmp_path, capsys):
         ({"by": "nothing"}, "there is no column 'nothing'"),
         ({"label": "nothing"}, "there is no such column"),
         ({"test": 5}, "expected an array"),
-        ({"host": "256.1.1.1"}, "cannot listen"),
+        ({"test": (torch.ones(3, 5), torch.ones(2))}, "there are 3 inputs and 2 labels"),
+        ({"test": torch.ones(3, 4)}, r"does not take the first test example: RuntimeError.*as the model takes them"),
+        ({"host": "256.1.1.1"}, "cannot listen on 256.1.1.1.*an address of this machine"),
     ],
 )
 def test_what_cannot_be_explored(trained, options, words):
     with pytest.raises(QuestionError, match=words):
         trained.dual.explore(**options, browser=False, block=False)
+
+
+def test_tests_need_the_model(trained):
+    with pytest.raises(QuestionError, match=r"needs the model: dualform.open\(path, model\)"):
+        dualform.open(trained.path).explore(test=torch.ones(3, 5), browser=False, block=False)
 
 
 def test_a_plain_run_with_its_own_arrays(trained):

@@ -32,6 +32,8 @@ def test_a_test_example_that_is_not_there(session, tmp_path):
     with pytest.raises(QuestionError, match="no test example 9999"):
         write(session, tmp_path / "report.html", tests=[9999])
     assert not (tmp_path / "report.html").exists()
+    with pytest.raises(QuestionError, match=r"no folder .*nowhere to write"):
+        write(session, tmp_path / "nowhere" / "report.html", tests=[3])
 
 
 @needs_browser

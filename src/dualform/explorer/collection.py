@@ -28,6 +28,8 @@ class Part:
                 f"samples are {type(data).__name__}; expected an array, a pair (inputs, labels), or a dataset with "
                 f"__len__ and __getitem__."
             )
+        if pair and hasattr(data[1], "__len__") and len(data[0]) != len(data[1]):
+            raise QuestionError(f"there are {len(data[0])} inputs and {len(data[1])} labels; expected as many of both.")
 
     def __len__(self) -> int:
         return len(self._inputs)

@@ -35,6 +35,8 @@ def write(
     session: Session, out: Path, *, tests: Sequence[int] | None = None, progress: Progress | None = None
 ) -> Written:
     """Ask everything that the page may ask about some test examples, and put page and answers into one file."""
+    if not out.parent.is_dir():
+        raise QuestionError(f"there is no folder {out.parent} to write the report into.")
     numbers = _chosen(session) if tests is None else list(dict.fromkeys(tests))
     for number in numbers:
         session.subject.test.place(number)

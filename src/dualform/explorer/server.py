@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import secrets
 import socket
@@ -127,7 +128,9 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise QuestionError(f"cannot listen on {host}, port {port}: {error}. Another --port may be free.") from None
+        taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "Another --port may be free" if taken else "Expected an address of this machine, such as 127.0.0.1"
+        raise QuestionError(f"cannot listen on {host}, port {port}: {error}. {hint}.") from None
     return bound
 
 

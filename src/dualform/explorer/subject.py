@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import polars as pl
+import torch
 from torch import Tensor
 
 import dualform
@@ -100,11 +101,14 @@ def subject(
         raise QuestionError(f"by={by!r}: there is no column {unknown[0]!r}. Columns: {', '.join(columns) or 'none'}.")
     if label != "label" and label not in columns:
         raise QuestionError(f"label={label!r}: there is no such column. Columns: {', '.join(columns) or 'none'}.")
+    tests = TestSet(test)
+    if len(tests) and language is None:
+        _try(dual, tests)
     per_position = [name for name in (*names, label) if columns.get(name, "").endswith("position")]
     return Subject(
         dual,
         TrainingSet(train),
-        TestSet(test),
+        tests,
         title or dual.store.folder.name,
         () if unknown or set(names) & set(per_position) else names,
         label if label in columns and label not in per_position else None,
@@ -114,6 +118,19 @@ def subject(
         ink,
         language,
     )
+
+
+def _try(dual: dualform.Dual, tests: TestSet) -> None:
+    """Ask the model once, before anybody looks at a page: inputs of another form are told here."""
+    part, place = tests.place(0)
+    model = dual.primal()
+    try:
+        with torch.no_grad():
+            model(part.batch([place]))
+    except Exception as error:  # whatever a user's model does
+        raise QuestionError(
+            f"the model does not take the first test example: {type(error).__name__}: {error}. Give inputs as the model takes them."
+        ) from error
 
 
 def _name(names: Names | None, value: Value) -> str:

@@ -54,7 +54,8 @@ export const curves = (found, label) => chart("", (place) => draw(place, found.c
 // Ranges for bars and line with their zeros at the same height.
 function ranges(time) {
   const sizes = [[...time.positive, ...time.negative], time.cumulative].map((some) => [Math.max(0, ...some) || 1e-12, -Math.min(0, ...some)]);
-  const below = Math.max(...sizes.map(([up, down]) => down / (up + down)));
+  const rises = sizes.some(([up]) => up > 1e-12), sinks = Math.max(...sizes.map(([up, down]) => down / (up + down)));
+  const below = rises ? Math.min(sinks, 0.75) : sinks; // a line that only sinks leaves room for bars that rise
   return sizes.map(([up, down]) => { const whole = 1.08 * Math.max(up / (1 - below || 1e-9), below ? down / below : 0); return [-below * whole, (1 - below) * whole]; });
 }
 
