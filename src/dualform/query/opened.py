@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import polars as pl
@@ -37,7 +36,7 @@ from dualform.query.attention import LayerAttention
 from dualform.query.compact import Compact, compacted_weights
 from dualform.query.contributions import LayerContributions
 from dualform.query.estimate import Settings, estimate
-from dualform.query.forward import Captured, Run, run
+from dualform.query.forward import Captured, run
 from dualform.query.influence import Influence
 from dualform.query.masking import Masking
 from dualform.query.mislabelled import mislabelled
@@ -85,7 +84,6 @@ class Dual:
 
     def __init__(self, store: Store, model: nn.Module | None, end: int):
         self.store, self._model, self.end_step = store, model, end
-        self._asking = Lock()
 
     def __repr__(self) -> str:
         return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps, layers {self.layers})"
@@ -179,7 +177,7 @@ class Dual:
         if self._model is None:
             return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
         layers = [layer for layer in self._recorded() if layer.attends]
-        captured = self._asked(layers, inputs, rows)
+        captured = run(self._ready, layers, inputs, rows, self.store.manifest.batch_axis)
         answers = {name: self._attention(name, c.queries) for name, c in captured.layers.items()}
         return ByLayer(self.store, answers)
 
@@ -201,7 +199,7 @@ class Dual:
             raise QuestionError("contributions() needs the model: dualform.open(path, model).")
         self._needs_slots("contributions")
         self._warn()
-        captured = self._asked(self._recorded(), inputs, rows, target, gradients=True)
+        captured = run(self._ready, self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
         return ByLayer(
             self.store,
             {name: self._contribution(name, c, captured.target, progress) for name, c in captured.layers.items()},
@@ -409,13 +407,6 @@ class Dual:
     def _ready(self) -> nn.Module:
         """The model for queries; nobody else sees it."""
         return self.primal()
-
-    def _asked(
-        self, layers: Sequence[Layer], inputs: Any, rows: int | None, target: Target = None, *, gradients: bool = False
-    ) -> Run:
-        """What the layers get, one question at a time: hooks would see the inputs of another thread's, too."""
-        with self._asking:
-            return run(self._ready, layers, inputs, rows, self.store.manifest.batch_axis, target, gradients)
 
     def _marks(self) -> dict[str, Mark]:
         marks = self.store.manifest.inexact
