@@ -51,6 +51,8 @@ def test_training_samples_by_key():
     train = TrainingSet({"one": X, "two": X + 100})
     assert torch.equal(train.input(("two", 3)), X[3] + 100)
     assert TrainingSet(X).input((99,)) is None
+    assert TrainingSet(X).input((-1,)) is None
+    assert train.input(("three", 3)) is None
     assert not TrainingSet(None)
 
 

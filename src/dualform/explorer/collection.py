@@ -106,13 +106,15 @@ class TrainingSet:
         """The input of a training sample; None if it is not at hand."""
         if self._data is None:
             return None
-        above = key[:-1]
-        if above not in self._parts:
-            data = self._data
-            for name in above:
-                data = data[name]
-            self._parts[above] = Part(data)
+        above, place = key[:-1], key[-1]
+        if isinstance(place, int) and place < 0:
+            return None  # Python would count from the end
         try:
-            return self._parts[above].input(key[-1])
+            if above not in self._parts:
+                data = self._data
+                for name in above:
+                    data = data[name]
+                self._parts[above] = Part(data)
+            return self._parts[above].input(place)
         except (IndexError, KeyError):
             return None

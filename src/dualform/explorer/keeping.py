@@ -51,6 +51,11 @@ class Kept(Generic[T]):
                 _, gone = self._found.popitem(last=False)
                 self._bytes -= self._size(gone)
 
+    def peek(self, key: Hashable) -> T | None:
+        """What is kept for a key, if anything is."""
+        with self._lock:
+            return self._found.get(key)
+
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
             return key in self._found

@@ -35,6 +35,22 @@ class Predictions:
         """The trained model, from the recording."""
         return self._subject.dual.primal()
 
+    @cached_property
+    def last_layer(self) -> str | None:
+        """The layer whose output is the model's: the last one, unless the model goes on after it (layers= left the rest out)."""
+        last = self._subject.dual.layers[-1] if self._subject.dual.layers else None
+        if last is None or not len(self.test) or last not in dict(self.model.named_modules()):
+            return last
+        given: list[Any] = []
+        handle = self.model.get_submodule(last).register_forward_hook(lambda _, args, output: given.append(output))
+        try:
+            with torch.no_grad():
+                made = self.model(self.inputs("test:0"))
+        finally:
+            handle.remove()
+        known = [one for one in given if isinstance(one, Tensor) and isinstance(made, Tensor)]
+        return last if not known or any(torch.equal(one.flatten(), made.flatten()) for one in known) else None
+
     def inputs(self, address: str) -> Tensor:
         """One input as a batch of one: "test:7", or "draw:" and 1024 hexadecimal digits of ink."""
         kind, _, rest = address.partition(":")

@@ -41,7 +41,7 @@ class Reading:
                 found: dict[str, list[Tensor]] = {}
                 for part, places in self._predictions.test.batches(BATCH, end):
                     for name, answer in self._subject.dual.attend(part.batch(list(places))).items():
-                        found.setdefault(name, []).append(answer.queries.detach().sum(1))
+                        found.setdefault(name, []).append(_summed(answer.queries.detach(), answer.layer.d_in))
                 self._queries = {name: torch.cat(some) for name, some in found.items()}
             return self._queries.get(layer, torch.zeros(0, 0))
 
@@ -77,7 +77,7 @@ class Reading:
 
     def _units(self, layer: str, values: Tensor | None) -> list[Named]:
         """The model's outputs, if this layer makes them and they are few."""
-        if values is None or layer != self._subject.dual.layers[-1] or values.shape[1] > FEW_OUTPUTS:
+        if values is None or layer != self._predictions.last_layer or values.shape[1] > FEW_OUTPUTS:
             return []
         return [self._subject.named(unit) for unit in range(values.shape[1])]
 
@@ -109,3 +109,12 @@ class Reading:
             adds = float(weights[number] @ values[:, int(answer)]) if is_last and isinstance(answer, int) else None
             found.append(Reader(example=example, weight=float(totals[number]), contribution=adds))
         return found
+
+
+def _summed(queries: Tensor, d_in: int) -> Tensor:
+    """(tests, positions, d_in) → (tests, d_in); of one-hot queries, which are given by the place of their one, how many each has."""
+    if queries.is_floating_point():
+        return queries.sum(1)
+    places = queries.reshape(len(queries), -1).long()
+    counts = torch.zeros(len(queries), d_in + 1)
+    return counts.scatter_add_(1, places.where(places >= 0, d_in), torch.ones(places.shape))[:, :d_in]

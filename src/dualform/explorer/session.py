@@ -74,7 +74,7 @@ class Session:
 
     def is_last(self, name: str) -> bool:
         """Whether a layer's output is the model's."""
-        return name == self.subject.dual.layers[-1]
+        return name == self.predictions.last_layer
 
     def run(self) -> RunForm:
         """The run, and what can be asked."""

@@ -110,9 +110,9 @@ class Scoring:
         with self._lock:
             scanning = self._scanning.setdefault(layer, Lock())
         with scanning:
-            key = (address, layer, "attention", None)
-            if key in self._kept:  # found by another's scan meanwhile
-                return self._kept.get(key, lambda: self._attention(address, layer))
+            known = self._kept.peek((address, layer, "attention", None))
+            if known is not None:  # found by another's scan meanwhile
+                return known
             asked = self._together(address, layer)
             answer = self._subject.dual.attend(torch.cat(list(asked.values())))[layer]
             found = [weights.sum(1) for _, weights in answer.weights()]
