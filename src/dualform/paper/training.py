@@ -23,6 +23,8 @@ FINISHED = "trained.json"
 """Written into a recording when its training is over; without it, a training begins anew."""
 BARE_STEPS = 200
 """How many steps without a recorder are timed, to compare with."""
+WARM_STEPS = 50
+"""The first of them are slower, and are not counted."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _bare_seconds(settings: Settings, tasks: Mapping[str, Task], progress: Progr
     model, times = network(settings), []
     optimizer = _optimizer(model, settings)
     count = min(BARE_STEPS, settings.steps)
+    warm = min(WARM_STEPS, count // 2)
     progress("timing the bare training", 0, count)
     batches = _batches(settings, tasks)
     for number in range(count):
@@ -138,4 +141,4 @@ def _bare_seconds(settings: Settings, tasks: Mapping[str, Task], progress: Progr
         if number % 25 == 24:
             progress("timing the bare training", number + 1, count)
     progress("timing the bare training", count, count)
-    return math.fsum(times) / count * settings.steps
+    return math.fsum(times[warm:]) / (count - warm) * settings.steps
