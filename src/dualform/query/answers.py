@@ -69,6 +69,13 @@ class Sums(NamedTuple):
     """(groups,)"""
     described: pl.DataFrame
     """The groups with the columns that are one for all of a group's rows."""
+    order: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    """Their places by their values, ascending, if that is known."""
+
+
+def _ascending(values: pl.DataFrame) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The places of the lines of a table, sorted by their values."""
+    return values.with_row_index(" place").sort(values.columns)[" place"].to_numpy().astype(np.int64)
 
 
 class Answer(ABC):
@@ -213,9 +220,9 @@ class Answer(ABC):
         Totals that were kept for these columns answer it without a scan.
         """
         sums = self.sums(by, where=where, absolute=absolute)
-        order = sums.values.with_row_index(" place").sort(sums.values.columns)[" place"].to_numpy()
+        order = _ascending(sums.values) if sums.order is None else sums.order
         count = self._address.height
-        totals = sums.totals[:, torch.from_numpy(order.astype(np.int64))]
+        totals = sums.totals[:, torch.from_numpy(order)]
         address = self._address[np.repeat(np.arange(count), len(order))]
         values = sums.values[np.tile(order, count)]
         return address.with_columns(*values, pl.Series("total", totals.reshape(-1).numpy(), pl.Float64))
@@ -284,17 +291,23 @@ class Answer(ABC):
             kept = self._kept(columns, absolute)
             if kept is not None:
                 view, totals = kept
-                return Sums(view.groups.select(columns), totals, view.visits(self.layer), view.groups.select(columns))
+                known, order = remembered(
+                    self._store,
+                    ("groups of totals", *columns),
+                    lambda: ((chosen := view.groups.select(columns)), _ascending(chosen)),
+                    self._end,
+                )
+                return Sums(known, totals, view.visits(self.layer), known, order)
         also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
         self._needs_scan(f"totals by {'+'.join(columns)}{also}")
         groups = self._groups(by)
         totals, visits, first = self._scanned(groups, where, absolute)
-        order = first.argsort(stable=True)
+        appeared = first.argsort(stable=True)
         values, described = (
-            frame[order.numpy()].rename({"position": "slot_position"}, strict=False)
+            frame[appeared.numpy()].rename({"position": "slot_position"}, strict=False)
             for frame in (groups.values, groups.described())
         )
-        return Sums(values, totals[:, order], visits[order], described)
+        return Sums(values, totals[:, appeared], visits[appeared], described)
 
     @abstractmethod
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
