@@ -59,6 +59,14 @@ class Ranked(NamedTuple):
         return Ranked(torch.cat([p.slots for p in pieces]), torch.cat([p.scores for p in pieces]))
 
 
+class Sorted(NamedTuple):
+    """Groups by their values, ascending."""
+
+    order: np.ndarray[Any, np.dtype[np.int64]]
+    """Their places in the order in which they first appeared."""
+    values: pl.DataFrame
+
+
 class Sums(NamedTuple):
     """Totals by group, groups in the order in which they first appeared. A group's position is a `slot_position`."""
 
@@ -69,13 +77,13 @@ class Sums(NamedTuple):
     """(groups,)"""
     described: pl.DataFrame
     """The groups with the columns that are one for all of a group's rows."""
-    order: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    """Their places by their values, ascending, if that is known."""
+    sorted: Sorted | None = None
+    """The same by their values, if that is known."""
 
 
-def _ascending(values: pl.DataFrame) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The places of the lines of a table, sorted by their values."""
-    return values.with_row_index(" place").sort(values.columns)[" place"].to_numpy().astype(np.int64)
+def _sorted(values: pl.DataFrame) -> Sorted:
+    found = values.with_row_index(" place").sort(values.columns)
+    return Sorted(found[" place"].to_numpy().astype(np.int64), found.drop(" place"))
 
 
 class Answer(ABC):
@@ -220,12 +228,14 @@ class Answer(ABC):
         Totals that were kept for these columns answer it without a scan.
         """
         sums = self.sums(by, where=where, absolute=absolute)
-        order = _ascending(sums.values) if sums.order is None else sums.order
+        order, values = sums.sorted or _sorted(sums.values)
         count = self._address.height
         totals = sums.totals[:, torch.from_numpy(order)]
-        address = self._address[np.repeat(np.arange(count), len(order))]
-        values = sums.values[np.tile(order, count)]
-        return address.with_columns(*values, pl.Series("total", totals.reshape(-1).numpy(), pl.Float64))
+        # Column by column: for one query, a frame's own ways would take longer than the answer
+        address = [pl.Series(one.name, np.repeat(one.to_numpy(), len(order))) for one in self._address]
+        places = np.tile(np.arange(len(order)), count) if count != 1 else None
+        groups = [one if places is None else one.gather(places) for one in values]
+        return pl.DataFrame([*address, *groups, pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)])
 
     def _scores(self, where: pl.Expr | str | None) -> Iterator[Scores]:
         """Everything, chunk by chunk, all queries at once."""
@@ -291,13 +301,13 @@ class Answer(ABC):
             kept = self._kept(columns, absolute)
             if kept is not None:
                 view, totals = kept
-                known, order = remembered(
+                known, ordered = remembered(
                     self._store,
                     ("groups of totals", *columns),
-                    lambda: ((chosen := view.groups.select(columns)), _ascending(chosen)),
+                    lambda: ((chosen := view.groups.select(columns)), _sorted(chosen)),
                     self._end,
                 )
-                return Sums(known, totals, view.visits(self.layer), known, order)
+                return Sums(known, totals, view.visits(self.layer), known, ordered)
         also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
         self._needs_scan(f"totals by {'+'.join(columns)}{also}")
         groups = self._groups(by)
