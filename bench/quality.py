@@ -234,7 +234,27 @@ def table(results: dict[str, Any]) -> str:
         line(f"{view} / {rival}", (times(row, view, rival) for row in rows.values()))
         for view, rival in (("whitened", RIVALS[0]), ("kernel", RIVALS[0]), ("kernel", RIVALS[1]))
     ]
-    return "\n".join([*head, *lines, "", *head, *ratios])
+    return "\n".join([*head, *lines, "", *head, *ratios, "", *_short(results)])
+
+
+def _short(results: dict[str, Any]) -> list[str]:
+    """Leave few out and tail-patch: a column for each view, the highest first."""
+    lines = []
+    for what, of in (("few", "fall"), ("patch", "rise")):
+        for name, row in results.get(what, {}).items():
+            views = sorted(row["views"], key=lambda one: -one[of])
+            digits = 2 if what == "few" else 4
+            lines += [
+                f"| {name} | {' | '.join(one['view'] for one in views)} |",
+                f"|---|{'---|' * len(views)}",
+                f"| {of} | "
+                + " | ".join(
+                    f"{one[of]:.{digits}f} ({one['low']:.{digits}f}–{one['high']:.{digits}f})" for one in views
+                )
+                + " |",
+                "",
+            ]
+    return lines
 
 
 def _say(what: str, done: int, total: int) -> None:
