@@ -41,6 +41,16 @@ class Rows:
         """The number of the first row."""
         return self.window.begin
 
+    @property
+    def slots(self) -> int:
+        """How many rows."""
+        return self.window.end - self.window.begin
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """The number of its first row, and of the one after its last."""
+        return self.window.begin, self.window.end
+
     def rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """(rows,): their numbers."""
         return np.arange(self.window.begin, self.window.end)

@@ -36,8 +36,7 @@ class Mask:
     def __call__(self, chunk: SlotChunk) -> Bools:
         """(slots,): which slots of a chunk take part."""
         if self._rows is not None:
-            first, counts = chunk.blocks[:, 3], chunk.blocks[:, 4]
-            here = self._rows[first.min() : (first + counts).max()] if len(first) else self._rows[:0]
+            here = self._rows[slice(*chunk.row_range)]
             if not here.any() or here.all():  # most chunks, where few are asked for
                 return np.full(chunk.slots, bool(here.any()))
             return self._rows[chunk.rows()]

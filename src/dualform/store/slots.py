@@ -65,6 +65,12 @@ class SlotChunk:
         """How many slots there are, up to end_step."""
         return int(self.counts.sum())
 
+    @cached_property
+    def row_range(self) -> tuple[int, int]:
+        """The number of its first row, and of the one after its last."""
+        first, counts = self.blocks[:, 3], self.blocks[:, 4]
+        return (int(first.min()), int((first + counts).max())) if len(first) else (0, 0)
+
     def per_slot(self, values: np.ndarray[Any, np.dtype[N]]) -> np.ndarray[Any, np.dtype[N]]:
         """(blocks,) → (slots,)."""
         return np.repeat(values, self.counts)
