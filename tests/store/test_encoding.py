@@ -150,3 +150,14 @@ def test_vectors_by_their_places_in_any_order(places, dtype):
     vectors = torch.arange(20, dtype=torch.float32).reshape(10, 2) + 1
     found = encode(vectors, dtype).decoded(torch.tensor(places, dtype=torch.int64), torch.empty(len(places), 2))
     assert torch.equal(found, vectors[places])
+
+
+def test_batches_of_any_length_follow_each_other_in_memory():
+    pool = Pool()
+    lengths = [3, 3, 1, 3, 0, 2, 3, 3, 5, 1, 1, 3]
+    given = [torch.full((length, 2), float(n)) for n, length in enumerate(lengths)]
+    kept = [encode(one, "float32", pool, "layer") for one in given]
+    assert len({id(one.slab) for one in kept}) == 1
+    assert all(torch.equal(one.data, expected) for one, expected in zip(kept, given, strict=True))
+    assert kept[0].slab is not None
+    assert len(kept[0].slab.parts) <= 32  # not cut anew for each length: thousands of views of one row

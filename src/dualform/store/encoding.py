@@ -64,15 +64,16 @@ class Slab:
     used: int = 0
     out: int = 0
     parts: tuple[Tensor, ...] = ()
-    """It cut into parts of one size, for those who take them one after the other."""
+    """It cut into parts as large as the first one, for batches that are all alike."""
 
     def taken(self, rows: int) -> Tensor:
         """The next rows."""
         low, self.used, self.out = self.used, self.used + rows, self.out + 1
-        if not self.parts or self.parts[0].shape[0] != rows:
-            self.parts = torch.split(self.memory, rows) if rows else (self.memory[:0],)
-        place, rest = divmod(low, rows or 1)
-        return self.memory[low : self.used] if rest or not rows else self.parts[place]
+        if not low and rows and not (self.parts and self.parts[0].shape[0] == rows):
+            self.parts = torch.split(self.memory, rows) if len(self.memory) <= BLOCKS * rows else ()
+        if self.parts and rows == self.parts[0].shape[0] and not low % rows:
+            return self.parts[low // rows]
+        return self.memory[low : self.used]
 
 
 class Pool:
