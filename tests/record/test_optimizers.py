@@ -1,6 +1,7 @@
 import tempfile
 from pathlib import Path
 
+import polars as pl
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,6 +134,21 @@ def test_a_parameter_group_replaced_in_the_middle(tmp_path):
     run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=replace)
     assert_exact(run.dual)
     assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+
+
+def test_a_parameter_taken_out_of_its_group_in_the_middle(tmp_path):
+    model = network()
+    other = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def swap(step):  # as many as before, in the same list; its gradient goes on being computed
+        if step == 2:
+            optimizer.param_groups[0]["params"][0] = other
+
+    run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=swap)
+    assert_exact(run.dual)
+    updates = run.dual.store.updates.filter(pl.col("parameter") == 0)
+    assert updates["step"].to_list() == [0, 1, 2]
 
 
 def test_a_parameter_group_added_in_the_middle(tmp_path):

@@ -48,7 +48,7 @@ class Books:
         self._ledger, self._optimizers = ledger, optimizers
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
-        self._found: dict[int, tuple[list[Any], tuple[int, ...], list[tuple[ParameterLedger, dict[str, Any]]]]] = {}
+        self._found: dict[int, tuple[list[Any], list[int], list[tuple[ParameterLedger, dict[str, Any]]]]] = {}
         self._states: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._rows_of: dict[int, int] = {}
         self._backward_of: dict[int, int] = {}
@@ -64,16 +64,16 @@ class Books:
     def _recorded(self, number: int) -> list[tuple[ParameterLedger, dict[str, Any]]]:
         """Found once, and again when a group, a parameter or a layer is new (load_state_dict makes new groups)."""
         groups, parameters = self._optimizers[number].param_groups, self._ledger.parameters
-        size = (len(parameters), len(groups), sum([len(group["params"]) for group in groups]))
+        now = [len(parameters), *[id(parameter) for group in groups for parameter in group["params"]]]
         known = self._found.get(number)
-        if known is None or known[1] != size or not all(map(is_, known[0], groups)):
+        if known is None or known[1] != now or len(known[0]) != len(groups) or not all(map(is_, known[0], groups)):
             found = [
                 (parameters[id(parameter)], group)
                 for group in groups
                 for parameter in group["params"]
                 if id(parameter) in parameters
             ]
-            known = self._found[number] = (list(groups), size, found)
+            known = self._found[number] = (list(groups), now, found)
         return known[2]
 
     def optimizer_state(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, str, Tensor]]:
