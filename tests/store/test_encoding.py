@@ -154,7 +154,7 @@ def test_vectors_by_their_places_in_any_order(places, dtype):
 
 def test_batches_of_any_length_follow_each_other_in_memory():
     pool = Pool()
-    lengths = [3, 3, 1, 3, 0, 2, 3, 3, 5, 1, 1, 3]
+    lengths = [3, 3, 1, 3, 0, 2, 3, 3, 5, 3, 1, 1]
     given = [torch.full((length, 2), float(n)) for n, length in enumerate(lengths)]
     kept = [encode(one, "float32", pool, "layer") for one in given]
     assert len({id(one.slab) for one in kept}) == 1
