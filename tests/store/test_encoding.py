@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.store.encoding import Pool, decode, encode
+from dualform.store.encoding import Pool, Wanted, decode, encode, encode_all
 
 
 def there_and_back(vectors, dtype):
@@ -70,9 +70,25 @@ def test_what_is_not_finite_stays_so_and_harms_no_other(dtype):
 def test_known_norms_change_nothing():
     vectors = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
     plain = encode(vectors, "float16")
-    told = encode(vectors, "float16", norms=torch.linalg.vector_norm(vectors, dim=1).numpy())
+    (told,) = encode_all([Wanted(vectors, norms=torch.linalg.vector_norm(vectors, dim=1))], "float16")
     assert torch.equal(plain.data, told.data)
     assert torch.equal(plain.exponents, told.exponents)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_several_at_once_are_stored_as_each_alone(dtype):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((3, 5, 1e-4), (0, 4, 1), (2, 0, 1), (4, 7, 50.0))
+    given = [torch.randn(n, d, generator=generator) * size for n, d, size in shapes]
+    given += [torch.zeros(2, 3), torch.full((1, 2), float("nan")), given[3].double() * 1e200, given[0].bfloat16()]
+    for as_they_are in (False, True):
+        together = encode_all([Wanted(one, as_they_are=as_they_are) for one in given], dtype)
+        for one, found in zip(given, together, strict=True):
+            alone = encode(one, dtype, as_they_are=as_they_are)
+            torch.testing.assert_close(found.data, alone.data, rtol=0, atol=0, equal_nan=True)
+            assert (alone.exponents is None) == (dtype != "float16")
+            if alone.exponents is not None:
+                assert torch.equal(found.exponents, alone.exponents)
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.5, 1.0, 30.0, 3e4, 1e6])
@@ -87,8 +103,9 @@ def test_keys_of_common_size_need_no_scale(size):
 
 def test_a_key_is_stored_alike_in_any_company():
     """Equal keys are found by their bits."""
-    key = torch.full((1, 4), 2.0)
-    alone, beside = (encode(t, "float16", as_they_are=True) for t in (key, torch.cat([key, key * 1e6, key * 1e-6])))
+    key = torch.full((1, 4), 0.75)
+    company = torch.cat([key, key * 1e6, key * 1e-6, key * 0])
+    alone, beside = (encode(t, "float16", as_they_are=True) for t in (key, company))
     assert torch.equal(alone.data[0], beside.data[0])
     assert alone.exponents[0] == beside.exponents[0]
 

@@ -99,7 +99,9 @@ def test_a_newer_version_says_so_before_anything_else(tmp_path, manifest):
 
 
 def test_an_altered_byte(tmp_path, manifest):
-    (tmp_path / MANIFEST).write_bytes(manifest.dump().replace(b'"rows": 12', b'"rows": 13'))
+    altered = manifest.dump().replace(b'"rows":12', b'"rows":13')
+    assert altered != manifest.dump()
+    (tmp_path / MANIFEST).write_bytes(altered)
     with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is damaged: its checksum does not fit"):
         load_manifest(tmp_path)
 

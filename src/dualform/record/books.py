@@ -211,6 +211,7 @@ class Books:
             )
         backward = self._backward_of.setdefault(task, len(self._backward_of))
         for call, slots in enumerate(sorted(layer.calls.get(task, ()), key=lambda c: c.serial)):
+            assert slots.keys is not None
             step.blocks.append(
                 records.Block(
                     layer.number,

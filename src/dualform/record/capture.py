@@ -1,7 +1,8 @@
 """The hooks. They compute nothing: each tells the ledger what happened.
 
 Tensor hooks on what a module gives back pair keys and error signals: module hooks alone fire twice under checkpointing. The
-number of the graph task tells backward passes apart, so that a pass that never reaches the parameter does not count.
+number of the graph task tells backward passes apart, so that a pass that never reaches the parameter does not count. What has
+arrived is looked at when the pass has ended, by a callback of autograd's engine.
 """
 
 from __future__ import annotations
@@ -74,7 +75,14 @@ class Capture:
         self._handles.clear()
 
     def _arrived(self, visit: Visit, place: int) -> Callable[[Tensor], None]:
-        return lambda error: self._ledger.backward(visit, place, error, graph_task())
+        ledger = self._ledger
+
+        def hook(error: Tensor) -> None:
+            task = graph_task()
+            if ledger.backward(visit, place, error, task):
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: ledger.settle(task))
+
+        return hook
 
     def _watch(self, entry: ModuleLedger) -> None:
         """Hook the parameters that can have a gradient now: a frozen layer may be thawed later."""

@@ -2,14 +2,17 @@
 
 A parameter has a chain of links, one for each backward pass that added to its gradient; a layer has calls, the slots of each
 pass. A parameter may be used by several layers (tied weights), a layer may use several parameters.
+
+What arrives in a backward pass is held and looked at when the pass has ended: its calls share the few operations on small numbers,
+and find the processor's cache warm. Who holds a tensor keeps autograd from changing it in place.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +24,12 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
 from dualform.record.parameters import ParameterLedger, bound_of, norm_of, roundoff
-from dualform.store.encoding import Encoded, Pool, encode, encode_numbers
+from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
+HELD = 32 << 20
+"""So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -52,8 +57,6 @@ class Visit:
     from_data: bool
     """Whether what came in is data, and not made from weights."""
     problem: DualformError | None
-    errors: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """By backward pass: the gradients of what came out, as they arrive."""
 
 
 @dataclass(slots=True)
@@ -64,11 +67,13 @@ class Call:
     batch: Batch
     rows: int
     positions: int
-    keys: Encoded
-    errors: Encoded | None
-    may_repeat: bool
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...]
     """Of feature maps: how many there are for each row, and their size."""
+    may_repeat: bool
+    wanted: dict[str, Wanted]
+    """The vectors that are yet to be copied, by the names of:"""
+    keys: Encoded | None = None
+    errors: Encoded | None = None
 
 
 class LayerLedger:
@@ -88,6 +93,7 @@ class LayerLedger:
         self._like_linear = roles == ["weight", "bias"] and layer.kind == "linear"
         self._products, self._seen = torch.zeros(0, 0), torch.zeros(0, 0)
         self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
+        self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
 
     @property
     def _plain(self) -> bool:
@@ -108,13 +114,12 @@ class LayerLedger:
         weight.link(task).add(added[:columns].T.reshape(-1), norm * size)
         bias.link(task).add(added[columns], norm * math.sqrt(count))
 
-    def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> None:
-        """Add the slots of one call."""
+    def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Call:
+        """Add what one call has to say on the gradients; its slots are yet to be copied."""
         if found.errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
-            self._keep(task, visit, layout.rows, layout.positions, layout.slots(found.keys.detach()), None, store_as)
-            return
+            return self._call(task, visit, layout.rows, layout.positions, (), layout.slots(found.keys.detach()), None)
         layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
         unit = 0.0
         if arrived.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
@@ -133,8 +138,8 @@ class LayerLedger:
         else:
             stored, errors = layout.slots(detached), layout.slots(arrived)
             keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
-        norms = torch.linalg.vector_norm(errors, dim=1).cpu().numpy()
-        size_of_errors = norm_of(norms)
+        norms = torch.linalg.vector_norm(errors, dim=1)
+        size_of_errors = norm_of(norms.cpu().numpy())
         if self._plain and isinstance(keys, Vectors):
             self._add_plain(task, keys.data, errors, size_of_errors)
         else:
@@ -143,35 +148,34 @@ class LayerLedger:
                     parameter.add(task, use, keys, errors, size_of_errors)
         for _, parameter in self.uses if unit else ():
             parameter.link(task).roundoff = unit
-        kept_errors = None
+        kept = None
         if store_as.keep != "keys" and store_as.errors:
-            if layer.outputs:
-                errors, norms = errors[:, list(layer.outputs)], None
-            kept_errors = encode(errors, store_as.dtype, store_as.pool, self._error_name, norms)
-        self._keep(task, visit, layout.rows, positions, stored, kept_errors, store_as, shape)
+            some = errors[:, list(layer.outputs)] if layer.outputs else errors
+            kept = Wanted(some, self._error_name, None if layer.outputs else norms)
+        return self._call(task, visit, layout.rows, positions, shape, stored, kept)
 
-    def _keep(
+    def _call(
         self,
         task: int,
         visit: Visit,
         rows: int,
         positions: int,
+        shape: tuple[int, ...],
         keys: Tensor,
-        errors: Encoded | None,
-        store_as: StoreAs,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        """Keep the slots of one call until the step."""
+        errors: Wanted | None,
+    ) -> Call:
+        """Enter a call, whose vectors will be copied with those of others."""
         assert visit.batch is not None
-        layer = self.layer
-        encoded = (
-            encode_numbers(keys)
-            if layer.form == "numbers"
-            else encode(keys, store_as.dtype, store_as.pool, self._key_name, as_they_are=True)
+        wanted = {} if errors is None else {"errors": errors}
+        call = Call(
+            visit.serial, visit.batch, rows, positions, shape, self._keys_may_repeat and visit.from_data, wanted
         )
-        may_repeat = layer.form == "vectors" and layer.kind == "linear" and visit.from_data
-        call = Call(visit.serial, visit.batch, rows, positions, encoded, errors, may_repeat, shape)
+        if self.layer.form == "numbers":
+            call.keys = encode_numbers(keys)
+        else:
+            wanted["keys"] = Wanted(keys, self._key_name, as_they_are=True)
         self.calls.setdefault(task, []).append(call)
+        return call
 
     def forget(self, tasks: set[int] | None = None) -> None:
         """Forget the slots of some backward passes (default: all)."""
@@ -189,8 +193,6 @@ class ModuleLedger:
         self.by_name = {layer.layer.name: layer for layer in layers}
         self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
         self.called = False
-        self.pending: list[Visit] = []
-        """Visits with several outputs: their slots are found once all gradients have arrived."""
 
 
 class Ledger:
@@ -212,7 +214,9 @@ class Ledger:
         """Whether gradients have arrived since the last update."""
         self.store_as, self._batch_axis = store_as, batch_axis
         self._serial = 0
-        self._users: dict[int, list[ModuleLedger]] = {}
+        self._arrived: dict[int, dict[Visit, list[Tensor | None]]] = {}
+        """By backward pass: the gradients of what came out of each visit."""
+        self._held = 0
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
@@ -222,8 +226,6 @@ class Ledger:
         self.layers += entered
         ledger = ModuleLedger(name, module, entered)
         self.modules.append(ledger)
-        for p in ledger.parameters:
-            self._users.setdefault(id(p.parameter), []).append(ledger)
         return ledger
 
     def parameter(self, name: str, parameter: nn.Parameter, *, vector: bool) -> ParameterLedger:
@@ -273,49 +275,67 @@ class Ledger:
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
+        self._arrived.clear()  # of a pass that never ended: something was raised in it
         left = [p for p in module.parameters if p.links], [one for one in module.layers if one.calls or one.problems]
-        if not any(left) and not module.pending:
+        if not any(left):
             return  # the ordinary case: the last update has cleared everything
         counted = {link.task for p in module.parameters for link in p.links if link.counted}
         for p in module.parameters:
             p.links = [link for link in p.links if link.counted]
         for layer in module.layers:
             layer.forget({task for task in (*layer.calls, *layer.problems) if task not in counted})
-        module.pending.clear()
 
-    def backward(self, visit: Visit, place: int, error: Tensor, task: int) -> None:
-        """An error signal arrives at one of a visit's outputs."""
+    def backward(self, visit: Visit, place: int, error: Tensor, task: int) -> bool:
+        """An error signal arrives at one of a visit's outputs.
+
+        Gives whether it is the first of its backward pass: then `settle` is to be called when that has ended.
+        """
         self.calls_since_backward = 0
         module = visit.module
         for p in module.parameters:
             if p.parameter.requires_grad:
                 p.link(task)
-        if visit.problem is not None or visit.batch is None:
-            assert visit.problem is not None
+        if visit.problem is not None:
             for layer in module.layers:
                 layer.problems[task] = visit.problem
-            return
+            return False
+        arrived = self._arrived.get(task)
+        is_first = arrived is None
+        if arrived is None:
+            arrived = self._arrived[task] = {}
         if visit.outputs == 1:
-            self._slots(visit, [error], task)
-            return
-        arrived = visit.errors.setdefault(task, [None] * visit.outputs)
-        before = arrived[place]
-        arrived[place] = error.detach() if before is None else before + error.detach()
-        if visit not in module.pending:
-            module.pending.append(visit)
+            arrived[visit] = [error]
+        else:
+            errors = arrived.setdefault(visit, [None] * visit.outputs)
+            before = errors[place]
+            errors[place] = error.detach() if before is None else before + error.detach()
+        self._held += error.nbytes
+        if self._held > HELD:
+            self._settle(task, {one: arrived.pop(one) for one in list(arrived) if one.outputs == 1})
+        return is_first
 
     def counted(self, parameter: ParameterLedger, task: int) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
         self.pending = True
-        for module in self._users[id(parameter.parameter)]:
-            waiting = [visit for visit in module.pending if task in visit.errors]
-            for visit in waiting:
-                self._slots(visit, visit.errors.pop(task), task)
-                if not visit.errors:
-                    module.pending.remove(visit)
         parameter.link(task).counted = True
 
-    def _slots(self, visit: Visit, errors: list[Tensor | None], task: int) -> None:
+    def settle(self, task: int) -> None:
+        """A backward pass has ended: look at what has arrived."""
+        self._settle(task, self._arrived.pop(task, {}))
+
+    @torch.no_grad()
+    def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
+        """Find the slots of some visits, and copy them."""
+        calls = [call for visit, errors in arrived.items() for call in self._slots(visit, errors, task)]
+        wanted = [(call, name, one) for call in calls for name, one in call.wanted.items()]
+        copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
+        for (call, name, _), vectors in zip(wanted, copied, strict=True):
+            setattr(call, name, vectors)
+        for call in calls:
+            call.wanted = {}
+        self._held = 0
+
+    def _slots(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Call]:
         """All gradients of a visit are there: find its slots."""
         module, found = visit.module, visit.slots(errors)
         for one in found:
@@ -325,7 +345,7 @@ class Ledger:
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
-            layer.add(task, visit, one, layout, self.store_as)
+            yield layer.add(task, visit, one, layout, self.store_as)
 
     def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,15 +128,9 @@ class ParameterLedger:
         """One number that tells what was remembered: r · (W R)."""
         return float(self.mixed @ self._seen)
 
-    def fingerprint_later(self) -> Callable[[], float]:
+    def fingerprint_later(self) -> tuple[audit.Seen, audit.Looked]:
         """The same, to be computed by who writes it down."""
-        mixed, seen = self.mixed, self._seen
-
-        def compute() -> float:
-            with np.errstate(all="ignore"):  # what has diverged is written down all the same
-                return float(mixed @ seen)
-
-        return compute
+        return self.mixed, self._seen
 
     @property
     def size(self) -> float:

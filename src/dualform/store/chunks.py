@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
-from dualform.store.encoding import Encoded, Slab
+from dualform.store.encoding import Encoded
 from dualform.store.equal import EqualKeys
 from dualform.store.format import BLOCK_FIELDS
 from dualform.store.records import Block, Step
@@ -71,12 +70,15 @@ def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]
 
 def _joined(vectors: Sequence[Encoded]) -> list[Array]:
     """The stored vectors, those that follow each other in memory as one: fewer calls for the writer's thread."""
-    stretches: list[tuple[Slab | None, Tensor]] = []
+    found: list[Array] = []
+    slab, low, high = None, 0, 0
     for one in vectors:
-        slab, data = stretches[-1] if stretches else (None, one.data)
-        if slab is not None and slab is one.slab and data.data_ptr() + data.nbytes == one.data.data_ptr():
-            first = data.storage_offset() // data.shape[1]
-            stretches[-1] = (slab, slab.memory[first : first + len(data) + len(one.data)])
-        else:
-            stretches.append((one.slab, one.data))
-    return [data.numpy() for _, data in stretches]
+        if slab is not None and slab is one.slab and one.first == high:
+            high += one.data.shape[0]
+            continue
+        if slab is not None:
+            found.append(slab.memory[low:high].numpy())
+        slab, low, high = one.slab, one.first, one.first + one.data.shape[0]
+        if slab is None:
+            found.append(one.data.numpy())
+    return found if slab is None else [*found, slab.memory[low:high].numpy()]

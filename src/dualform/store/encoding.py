@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
+UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
 SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
@@ -30,7 +31,9 @@ class Encoded:
     data: Tensor
     exponents: Tensor | None
     slab: Slab | None = None
-    """The memory that `data` is a part of, if it goes back to a pool."""
+    """The memory that `data` is a part of, if it goes back to a pool, …"""
+    first: int = 0
+    """… and its first row there."""
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +93,8 @@ class Pool:
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab]:
-        """Room for vectors (n, d), with any content."""
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab, int]:
+        """Room for vectors (n, d), with any content; the memory that it is a part of, and where."""
         with self._lock:
             slab = self._filling.get(name)
             fits = slab is not None and slab.memory.dtype == dtype and slab.memory.shape[1] == shape[1]
@@ -99,7 +102,8 @@ class Pool:
                 if slab is not None and not slab.out:
                     self._keep(slab)
                 slab = self._filling[name] = self._slab(shape, dtype)
-            return slab.taken(shape[0]), slab
+            first = slab.used
+            return slab.taken(shape[0]), slab, first
 
     def scratch(self, like: Tensor) -> Tensor:
         """Room for something that is used at once, of the same shape and type."""
@@ -140,58 +144,82 @@ class Pool:
             self._bytes += slab.memory.nbytes
 
 
-Norms = np.ndarray[Any, np.dtype[np.floating[Any]]]
+@dataclass(slots=True)
+class Wanted:
+    """Vectors (n, d) that are to be stored."""
+
+    vectors: Tensor
+    name: str = ""
+    """Where the memory comes from: see Pool."""
+    norms: Tensor | None = None
+    """Their Euclidean norms (n,), if they are known already."""
+    as_they_are: bool = False
+    """Those whose norm is from 1 to 2¹⁵ are not scaled: an element is then off by 2⁻¹¹ of itself or by 2⁻²⁵, whichever is
+    more. For keys."""
 
 
 def encode(
-    vectors: Tensor,
-    dtype: str,
-    pool: Pool | None = None,
-    name: str = "",
-    norms: Norms | None = None,
-    *,
-    as_they_are: bool = False,
+    vectors: Tensor, dtype: str, pool: Pool | None = None, name: str = "", *, as_they_are: bool = False
 ) -> Encoded:
-    """Copy vectors (n, d) into their stored form; the copy shares no memory with the original.
+    """Copy vectors (n, d) into their stored form; the copy shares no memory with the original."""
+    return encode_all([Wanted(vectors.detach().cpu(), name, as_they_are=as_they_are)], dtype, pool)[0]
 
-    pool, name: where the memory comes from. norms: the vectors' Euclidean norms (n,), if they are known already. as_they_are: vectors
-    whose norm is from 1 to 2¹⁵ are not scaled: an element is then off by 2⁻¹¹ of itself or by 2⁻²⁵, whichever is more. For keys.
-    """
-    vectors = vectors.detach().cpu()
-    data, slab = (
-        pool.take(name, vectors.shape, TORCH[dtype])
-        if pool
-        else (vectors.new_empty(vectors.shape, dtype=TORCH[dtype]), None)
-    )
+
+def encode_all(wanted: Sequence[Wanted], dtype: str, pool: Pool | None = None) -> list[Encoded]:
+    """The same for several at once: a call on the few numbers of one takes as long as one on all of them."""
+    kind = TORCH[dtype]
+    for one in wanted:
+        if not one.vectors.is_cpu:
+            one.vectors, one.norms = one.vectors.cpu(), None
+    rooms = [
+        (one.vectors.new_empty(one.vectors.shape, dtype=kind), None, 0)
+        if pool is None
+        else pool.take(one.name, one.vectors.shape, kind)
+        for one in wanted
+    ]
     if dtype != "float16":
-        return Encoded(data.copy_(vectors), None, slab)
-    if not vectors.numel():
-        return Encoded(data, torch.zeros(len(vectors), dtype=torch.int16), slab)
-    if vectors.dtype not in (torch.float32, torch.float64):
-        vectors = vectors.float()
+        return [
+            Encoded(data.copy_(one.vectors), None, slab, first)
+            for one, (data, slab, first) in zip(wanted, rooms, strict=True)
+        ]
+    for one in wanted:
+        if one.vectors.dtype not in (torch.float32, torch.float64):
+            one.vectors, one.norms = one.vectors.float(), None
+    counts = [one.vectors.shape[0] for one in wanted]
+    raised = _raised(wanted, counts)
+    scales = torch.split(torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None]), counts)
+    exponents = torch.split(torch.from_numpy(np.subtract(raised, UNIT, dtype=np.int16, casting="unsafe")), counts)
+    found, start = [], 0
+    for one, (data, slab, first), count, scale, exponent in zip(wanted, rooms, counts, scales, exponents, strict=True):
+        vectors, some, start = one.vectors, raised[start : start + count], start + count
+        if count and not (one.as_they_are and np.equal(some, UNIT).all()):
+            # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
+            vectors = torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors))
+        found.append(Encoded(data.copy_(vectors), exponent, slab, first))
+    return found
+
+
+def _raised(wanted: Sequence[Wanted], counts: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The power of two of each vector, as a float32 has it in its bits; UNIT: it is stored as it is."""
     # A norm is as good a bound as the largest element, and one pass over the data instead of two
-    bounds = torch.linalg.vector_norm(vectors, dim=1).numpy() if norms is None else norms
-    low, high = np.minimum.reduce(bounds), np.maximum.reduce(bounds)
-    if as_they_are and low >= 1 and high < 1 << TOP:
-        return Encoded(data.copy_(vectors), _zeros(len(vectors)), slab)
-    # Squares might leave float32, or something is not finite
-    if not (low > 1e-15 and high < 1e15):
-        largest = vectors.abs().where(vectors.isfinite(), 0).amax(1).numpy()
-        bounds = np.clip(largest, np.ldexp(1.0, SMALLEST), np.ldexp(1.0, LARGEST))
-    # The exponent is in the bits of a float32, and a power of two is nothing but its exponent
+    norms = [torch.linalg.vector_norm(one.vectors, dim=1) if one.norms is None else one.norms for one in wanted]
+    bounds = torch.cat(norms).numpy()
+    if bounds.size and not (np.minimum.reduce(bounds) > 1e-15 and np.maximum.reduce(bounds) < 1e15):
+        # Squares might leave float32, or something is not finite
+        bounds = torch.cat([_within(one.vectors, some) for one, some in zip(wanted, norms, strict=True)]).numpy()
     raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
-    if as_they_are:
-        raised = np.where((raised >= 127) & (raised < 127 + TOP), 126 + TOP, raised)
-    scale = torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None])
-    # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
-    data.copy_(torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors)))
-    return Encoded(data, torch.from_numpy(np.subtract(raised, 126 + TOP, dtype=np.int16, casting="unsafe")), slab)
+    if any(one.as_they_are for one in wanted):
+        common = (raised >= 127) & (raised < 127 + TOP) & np.repeat([one.as_they_are for one in wanted], counts)
+        raised[common] = UNIT
+    return raised
 
 
-@lru_cache(maxsize=64)
-def _zeros(count: int) -> Tensor:
-    """The exponents of vectors that are as they are; never written to."""
-    return torch.zeros(count, dtype=torch.int16)
+def _within(vectors: Tensor, norms: Tensor) -> Tensor:
+    """Norms, and bounds that float32 can hold of those vectors that have none."""
+    if not vectors.numel():
+        return torch.ones_like(norms)
+    largest = vectors.abs().where(vectors.isfinite(), 0).amax(1).clamp(2.0**SMALLEST, 2.0**LARGEST)
+    return norms.where((norms > 1e-15) & (norms < 1e15), largest)
 
 
 def encode_numbers(numbers: Tensor) -> Encoded:

@@ -35,18 +35,19 @@ class EqualKeys:
         if not may_repeat or self._gave_up:
             self.stored += count
             return np.arange(self.stored - count, self.stored), None
-        numbers, new = [], []
-        for place, name in enumerate(_names(keys)):
-            number = self._numbers.setdefault(name, self.stored)
-            if number == self.stored:
-                new.append(place)
-                self.stored += 1
-            numbers.append(number)
+        # No loop of Python's own: it would hold up the training
+        names, known = _names(keys), self._numbers
+        new = dict.fromkeys(name for name in names if name not in known)
+        known.update(zip(new, range(self.stored, self.stored + len(new)), strict=True))
+        numbers = np.fromiter(map(known.__getitem__, names), np.int64, count)
+        _, first = np.unique(numbers, return_index=True)
+        places = np.sort(first[numbers[first] >= self.stored])
+        self.stored += len(new)
         self._asked += count
-        if len(self._numbers) > PATIENCE and self._asked < 1.01 * len(self._numbers):
-            self._numbers.clear()
+        if len(known) > PATIENCE and self._asked < 1.01 * len(known):
+            known.clear()
             self._gave_up = True
-        return np.array(numbers, dtype=np.int64), np.array(new, dtype=np.int64)
+        return numbers, places
 
 
 def _names(keys: Encoded) -> list[bytes]:

@@ -72,6 +72,11 @@ class Chunk:
     files: dict[str, File]
     shard: int = 0
 
+    @functools.cached_property
+    def text(self) -> str:
+        """As it stands in the manifest: made once, though every new chunk makes a new manifest."""
+        return _compact(dataclasses.asdict(self))
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -139,9 +144,15 @@ class Manifest:
         return self.chunks[-1].end_step if self.chunks else 0
 
     def dump(self) -> bytes:
-        """The manifest as JSON, with a checksum over everything else in it."""
-        content = {"format": "dualform", **dataclasses.asdict(self)}
-        return json.dumps({**content, "checksum": _digest(content)}, indent=1).encode()
+        """The manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each."""
+        content = {"format": "dualform", **dataclasses.asdict(dataclasses.replace(self, chunks=()))}
+        chunks = [chunk.text for chunk in self.chunks]
+        texts = {name: _compact(value) for name, value in content.items()} | {"chunks": f"[{','.join(chunks)}]"}
+        everything = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
+        content["checksum"] = checksum(f"{{{everything}}}".encode())
+        del content["chunks"]
+        lines = ",\n".join(f"  {text}" for text in chunks)
+        return f'{json.dumps(content, indent=1)[:-2]},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
 
 
 def chunk_name(number: int) -> str:
@@ -203,7 +214,11 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return checksum(_compact(content).encode())
+
+
+def _compact(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
 T = TypeVar("T")

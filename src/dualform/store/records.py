@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,8 +71,8 @@ class Step:
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     log: dict[str, float] = field(default_factory=dict)
-    after: dict[int, Callable[[], float]] = field(default_factory=dict)
-    """By parameter: one number that tells the weights after the update, r·(W R), computed when it is written."""
+    after: dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=dict)
+    """By parameter: r and W R, whose product tells the weights after the update; it is made by who writes it down."""
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 

@@ -72,7 +72,7 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
         "factors": _lists([u.factors for _, u in lines]),
         "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
-        "after": pl.Series([_after(step, u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
+        "after": pl.Series(_after(steps), dtype=pl.Float64),
         "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
     }
     for name in settings:
@@ -86,9 +86,10 @@ def _lists(lists: Sequence[Sequence[float]]) -> pl.Series:
     return pl.Series(lists, dtype=pl.List(pl.Float64))
 
 
-def _after(step: Step, parameter: int) -> float | None:
-    found = step.after.get(parameter)
-    return None if found is None else found()
+def _after(steps: Sequence[Step]) -> list[float | None]:
+    with np.errstate(all="ignore"):  # what has diverged is written down all the same
+        found = [step.after.get(update.parameter) for step in steps for update in step.updates]
+        return [None if one is None else float(one[0] @ one[1]) for one in found]
 
 
 def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
