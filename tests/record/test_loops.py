@@ -1,5 +1,6 @@
 """Loops people really write: each trains for real, in float64, and must verify to rounding."""
 
+import contextlib
 import copy
 import itertools
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import BatchError, RecordingError, UnexplainedError
+from dualform.record import ledger
 from training import assert_same_weights
 
 GAP = 1e-12
@@ -176,6 +178,59 @@ def test_gradients_kept_aside_and_put_together_again(path):
                 p.grad = 0.7 * one - 0.2 * other
             optimizer.step()
     assert_exact(path, model, gap=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["linear", "lstm"])
+def test_an_optimizer_for_each_parameter_that_steps_during_the_backward_pass(path, kind):
+    model = network(4, 8, 2) if kind == "linear" else nn.LSTM(4, 2, batch_first=True, dtype=torch.float64)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    with dualform.record(model, list(optimizers.values()), path) as recorder:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for ids, x, y in batches(6):
+            recorder.batch(sample_id=ids)
+            found = model(x) if kind == "linear" else model(x.unsqueeze(1))[0][:, 0]
+            F.mse_loss(found, y).backward()
+    assert_exact(path, model)
+    assert dualform.open(path).end_step == 6
+
+
+@pytest.mark.parametrize("held", [0, 200, 1 << 20])
+def test_however_much_is_held_until_a_backward_pass_ends(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(ledger, "HELD", held)
+    model = network(4, 8, 8, 2)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float64") as recorder:
+        for ids, x, y in batches(5):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert_exact(tmp_path / "run", model)
+    inputs = torch.cat([x for _, x, _ in batches(5)])
+    assert torch.equal(dualform.open(tmp_path / "run").layer("0").keys, inputs)
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind(path):
+    model = network(4, 8, 2)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path) as recorder:
+        for number, (ids, x, y) in enumerate(batches(6)):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            hidden = model[0](x)
+            if number % 2:
+                hidden.register_hook(lambda error: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                F.mse_loss(model[1:](hidden), y).backward()
+                optimizer.step()
+    assert_exact(path, model)
+    assert dualform.open(path).end_step == 3
 
 
 def test_step_with_a_closure(path):

@@ -194,6 +194,10 @@ class ModuleLedger:
         self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
         self.called = False
 
+    def counted_in(self, task: int) -> bool:
+        """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
+        return any(link.counted and link.task == task for p in self.parameters for link in p.links)
+
 
 class Ledger:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
@@ -322,6 +326,12 @@ class Ledger:
     def settle(self, task: int) -> None:
         """A backward pass has ended: look at what has arrived."""
         self._settle(task, self._arrived.pop(task, {}))
+
+    def settle_early(self) -> None:
+        """An optimizer steps within a backward pass (in a hook of a parameter): look at what it may need."""
+        for task, arrived in self._arrived.items():
+            ready = [one for one in arrived if one.outputs == 1 or one.module.counted_in(task)]
+            self._settle(task, {one: arrived.pop(one) for one in ready})
 
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:

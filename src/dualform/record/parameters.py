@@ -87,13 +87,14 @@ class ParameterLedger:
         # A weight of few rows has fewer parts: none of them may be empty
         self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
         self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
-        self._parts: list[Tensor] = []
-        self._mark = (-1, 0)
+        self._whole, self._parts = parameter.detach(), list[Tensor]()
+        self._mark = (-1, -1)
         self.remember()
 
     def look(self, tensor: Tensor) -> audit.Looked:
         """A tensor like the parameter (or some of its rows) as the audit sees it."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         looked: audit.Looked
         if not self.is_matrix:
             looked = tensor.cpu().numpy().reshape(-1)
@@ -116,12 +117,16 @@ class ParameterLedger:
     def remember(self, value: Tensor | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value."""
         parameter = self.parameter
-        now = self.look(parameter if value is None else value)
-        self._seen = now if self.is_matrix else now.copy()
         mark = (parameter._version, parameter.data_ptr())
-        if self.is_matrix and (not self._parts or mark[1] != self._mark[1]):
-            self._parts = list(torch.split(parameter.detach().reshape(self.rows, -1), self._part))
+        if (
+            mark[1] != self._mark[1]
+        ):  # views of it are made once: to make one takes as long as a look at a small parameter
+            self._whole = parameter.detach()
+            if self.is_matrix:
+                self._parts = list(torch.split(self._whole.reshape(self.rows, -1), self._part))
         self._mark = mark
+        now = self.look(self._whole if value is None else value)
+        self._seen = now if self.is_matrix else now.copy()
 
     @property
     def fingerprint(self) -> float:

@@ -275,6 +275,7 @@ class Recorder:
 
         A step holds one update of each optimizer; it stays open, for log(), until an optimizer steps again.
         """
+        self._ledger.settle_early()
         if self._open is not None and number in self._stepped:
             self._finish_step()
         step = self._open or records.Step(self._next_step)
