@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,8 @@ Seen = np.ndarray[Any, np.dtype[np.float64]]
 """A parameter-shaped tensor seen through R: (d_out × k,)."""
 Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
 """The same in the parameter's own type; may share its memory."""
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
@@ -90,8 +93,7 @@ def explain_all(cases: Sequence[Case]) -> list[Verdict]:
 
 def _singles(cases: Sequence[Case]) -> list[Verdict]:
     """The same as `explain` for a single link each: a few operations on everything instead of many on each."""
-    sizes = [case.seen.size for case in cases]
-    starts = np.cumsum([0, *sizes[:-1]])
+    starts, owner = _stretches(tuple([case.seen.size for case in cases]))
     seen = np.concatenate([case.seen for case in cases], dtype=np.float64)
     added = np.concatenate([case.links[0].added for case in cases])
     squares, products, sums = (
@@ -101,12 +103,18 @@ def _singles(cases: Sequence[Case]) -> list[Verdict]:
         _ratio_of(dots, case.links[0].scale, case.roundoff)
         for dots, case in zip(zip(squares, products, sums, strict=True), cases, strict=True)
     ]
-    rest = seen - np.repeat([ratio for ratio, _ in ratios], sizes) * added
+    rest = seen - np.array([ratio for ratio, _ in ratios])[owner] * added
     rests = np.add.reduceat(rest * rest, starts).tolist()
     return [
         _judged([ratio], square, left, _scaled(case.links[0].scale, ratio), case.roundoff, determined)
         for (ratio, determined), square, left, case in zip(ratios, squares, rests, cases, strict=True)
     ]
+
+
+@lru_cache(maxsize=64)  # the same at every step
+def _stretches(sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Where each of some arrays begins if they are joined, and which of them each element is of."""
+    return np.cumsum([0, *sizes[:-1]]), np.repeat(np.arange(len(sizes)), sizes)
 
 
 def explain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:

@@ -5,7 +5,6 @@ Everything here happens in an optimizer's hooks, before or after its update.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -76,17 +75,17 @@ class Books:
             known = self._found[number] = (list(groups), now, found)
         return known[2]
 
-    def optimizer_state(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[ParameterLedger, str, Tensor]]:
+    def optimizer_state(self, numbers: Iterable[int] | None = None) -> list[tuple[ParameterLedger, str, Tensor]]:
         """The state tensors that belong to the initial part."""
-        for number in range(len(self._optimizers)) if numbers is None else numbers:
-            replay, states = self._replays[number], self._optimizers[number].state
-            names = replay.state if replay else ()
-            for ledger, _ in self._recorded(number) if names else ():
-                state = states.get(ledger.parameter) or {}
-                for name in names:
-                    value = state.get(name)
-                    if isinstance(value, Tensor):
-                        yield ledger, name, value
+        return [
+            (ledger, name, value)
+            for number in (range(len(self._optimizers)) if numbers is None else numbers)
+            if (replay := self._replays[number]) is not None
+            for ledger, _ in self._recorded(number)
+            if (state := self._optimizers[number].state.get(ledger.parameter))
+            for name in replay.state
+            if isinstance(value := state.get(name), Tensor)
+        ]
 
     def begin_step(self) -> None:
         """A new step is open."""
@@ -270,4 +269,4 @@ class Books:
 def _common_factor(verdicts: list[audit.Verdict]) -> float:
     """For gradients that are rounding noise, the factor of the others: clipping scales them all alike."""
     known = [verdict.factors[-1] for verdict in verdicts if verdict.determined and verdict.factors]
-    return statistics.median_low(known) if known else 1.0
+    return sorted(known)[(len(known) - 1) // 2] if known else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,12 @@ def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...
         if name in RESERVED:
             raise BatchError(f"batch(): the name {name!r} is taken by dualform. Taken names: {', '.join(RESERVED)}.")
     values, described, lengths = {}, [], {}
-    types = {column.name: column.type for column in expected or ()}
     for name, given in columns.items():
-        value = _empty(name, types) if isinstance(given, (list, tuple)) and not given else _convert(name, given)
+        value = _empty(name, expected) if isinstance(given, (list, tuple)) and not given else _convert(name, given)
         values[name] = value
         if isinstance(value, (np.ndarray, list)):
             lengths[name] = len(value)
-        described.append(Column(name, _type(name, value), "position" if np.ndim(_peek(value)) == 2 else "row"))
+        described.append(_column(name, _type(name, value), isinstance(value, np.ndarray) and value.ndim == 2))
     if not lengths:
         raise BatchError(
             f"batch({', '.join(columns)}) got only scalars, so the number of rows is unknown. Give at least one "
@@ -54,23 +54,27 @@ def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} {n}" for name, n in lengths.items())
         raise BatchError(f"batch(): columns differ in their number of rows: {said}.")
-    _same_columns(described, expected)
-    return Batch(serial, next(iter(lengths.values())), values, tuple(described))
+    found = tuple(described)
+    if found != expected:
+        _same_columns(found, expected)
+    return Batch(serial, next(iter(lengths.values())), values, found)
 
 
-def _empty(name: str, types: dict[str, str]) -> ColumnValues:
+@lru_cache(maxsize=256)  # the same for every batch
+def _column(name: str, kind: str, per_position: bool) -> Column:
+    return Column(name, kind, "position" if per_position else "row")
+
+
+def _empty(name: str, expected: tuple[Column, ...] | None) -> ColumnValues:
     """An empty list has the type that the column had before."""
+    types = {column.name: column.type for column in expected or ()}
     if name not in types:
         raise BatchError(f"batch(): column {name!r} is an empty list, so its type is unknown. Give an array or tensor.")
     kinds: dict[str, Any] = {"Int64": np.int64, "Float64": np.float64, "Boolean": np.bool_}
     return [] if types[name] == "String" else np.empty(0, dtype=kinds[types[name]])
 
 
-def _peek(value: ColumnValues) -> Any:
-    return value if isinstance(value, np.ndarray) else 0
-
-
-def _same_columns(described: list[Column], expected: tuple[Column, ...] | None) -> None:
+def _same_columns(described: tuple[Column, ...], expected: tuple[Column, ...] | None) -> None:
     if expected is None:
         return
     before, now = {c.name: c for c in expected}, {c.name: c for c in described}

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -208,10 +209,13 @@ def _raised(wanted: Sequence[Wanted], counts: list[int]) -> np.ndarray[Any, np.d
         # Squares might leave float32, or something is not finite
         bounds = torch.cat([_within(one.vectors, some) for one, some in zip(wanted, norms, strict=True)]).numpy()
     raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
-    if any(one.as_they_are for one in wanted):
-        common = (raised >= 127) & (raised < 127 + TOP) & np.repeat([one.as_they_are for one in wanted], counts)
-        raised[common] = UNIT
+    raised[(raised >= 127) & (raised < 127 + TOP) & _spread(tuple([one.as_they_are for one in wanted]), *counts)] = UNIT
     return raised
+
+
+@lru_cache(maxsize=64)  # the same at every step
+def _spread(flags: tuple[bool, ...], *counts: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return np.repeat(np.array(flags, dtype=np.bool_), counts)
 
 
 def _within(vectors: Tensor, norms: Tensor) -> Tensor:

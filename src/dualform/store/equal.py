@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class EqualKeys:
             return np.arange(self.stored - count, self.stored), None
         # No loop of Python's own: it would hold up the training
         names, known = _names(keys), self._numbers
-        new = dict.fromkeys(name for name in names if name not in known)
+        new = dict.fromkeys(filterfalse(known.__contains__, names))
         known.update(zip(new, range(self.stored, self.stored + len(new)), strict=True))
         numbers = np.fromiter(map(known.__getitem__, names), np.int64, count)
         _, first = np.unique(numbers, return_index=True)
