@@ -378,9 +378,10 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
         for place, error in enumerate(errors):
             if error is not None:
                 ledger.backward(visit, place, error, task=1)
-    ledger.settle(task=1)
     for parameter in ledger.parameters.values():
         ledger.counted(parameter, task=1)
+    ledger.settle(task=1)
+    for parameter in ledger.parameters.values():
         gradient = parameter.parameter.grad
         assert not any(layer.problems for layer in module.layers)
         torch.testing.assert_close(

@@ -307,12 +307,9 @@ class Ledger:
         is_first = arrived is None
         if arrived is None:
             arrived = self._arrived[task] = {}
-        if visit.outputs == 1:
-            arrived[visit] = [error]
-        else:
-            errors = arrived.setdefault(visit, [None] * visit.outputs)
-            before = errors[place]
-            errors[place] = error.detach() if before is None else before + error.detach()
+        errors = arrived.setdefault(visit, [None] * visit.outputs)
+        before = errors[place]
+        errors[place] = error if before is None else before + error
         self._held += error.nbytes
         if self._held > HELD:
             self._settle(task, {one: arrived.pop(one) for one in list(arrived) if one.outputs == 1})
@@ -324,8 +321,9 @@ class Ledger:
         parameter.link(task).counted = True
 
     def settle(self, task: int) -> None:
-        """A backward pass has ended: look at what has arrived."""
-        self._settle(task, self._arrived.pop(task, {}))
+        """A backward pass has ended: look at what has arrived, where it has reached a parameter."""
+        arrived = self._arrived.pop(task, {})
+        self._settle(task, {visit: errors for visit, errors in arrived.items() if visit.module.counted_in(task)})
 
     def settle_early(self) -> None:
         """An optimizer steps within a backward pass (in a hook of a parameter): look at what it may need."""
