@@ -83,7 +83,7 @@ def test_a_sample_is_read_at_its_visits_only(dual, monkeypatch):
     monkeypatch.setattr(
         SlotChunk,
         "some_errors",
-        lambda self, places, room: (read.append(len(places)), some_errors(self, places, room))[1],
+        lambda self, places, *rest: (read.append(len(places)), some_errors(self, places, *rest))[1],
     )
     dual.masked(drop="step = 4 AND label = 1", layers="body")
     visits = dual.rows.filter(pl.col("step") == 4, pl.col("label") == 1).height

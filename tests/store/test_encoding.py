@@ -178,3 +178,15 @@ def test_batches_of_any_length_follow_each_other_in_memory():
     assert all(torch.equal(one.data, expected) for one, expected in zip(kept, given, strict=True))
     assert kept[0].slab is not None
     assert len(kept[0].slab.parts) <= 32  # not cut anew for each length: thousands of views of one row
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("places", [[], [4], [2, 3, 4], [5, 0, 0, 3], list(range(0, 1400, 2))], ids=len)
+def test_vectors_that_are_picked_out_are_those_of_decoding_all(dtype, places):
+    torch.manual_seed(0)
+    stored = encode(torch.randn(1500, 3) * torch.logspace(-12, 3, 1500).unsqueeze(1), dtype)
+    every = decode(stored.data, stored.exponents, torch.float64)[places]
+    times = torch.rand(len(places), 1, dtype=torch.float64) - 0.5
+    which, room = torch.tensor(places, dtype=torch.int64), torch.full((len(places), 3), torch.nan, dtype=torch.float64)
+    assert torch.equal(stored.decoded(which, room.clone()), every)
+    torch.testing.assert_close(stored.decoded(which, room.clone(), times), every * times, rtol=1e-15, atol=0)

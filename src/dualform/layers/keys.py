@@ -75,8 +75,8 @@ class Vectors:
         return self.data
 
     def some(self, which: Tensor | slice) -> Vectors:
-        """Those of some slots."""
-        return Vectors(self.data[which])
+        """Those of some slots, by their places."""
+        return Vectors(self.data[which] if isinstance(which, slice) else self.data.index_select(0, which))
 
 
 class Numbers:

@@ -22,6 +22,9 @@ TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overfl
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
+STRETCH = (
+    512  # so many vectors are decoded at a time, where they are picked out or only looked at: they stay in the cache
+)
 SMALLEST, LARGEST = -100, 127  # powers of two beyond these would themselves overflow in float32
 
 
@@ -45,14 +48,25 @@ class Encoded:
         """The exponents of some of the vectors."""
         return None if self.exponents is None else self.exponents[places]
 
-    def decoded(self, places: Tensor, out: Tensor) -> Tensor:
-        """Some of the vectors, by their places, in a type that can be computed with."""
-        here = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)
+    def decoded(self, places: Tensor, out: Tensor, times: Tensor | None = None) -> Tensor:
+        """Some of the vectors, by their places, in a type that can be computed with. times: (n, 1), multiplies each of them."""
+        scales = None if self.exponents is None else self.exponents[places]
+        if scales is not None and bool(scales.any()):
+            powers = torch.exp2(scales.to(out.dtype)).unsqueeze(1)
+            times = powers if times is None else powers * times
         if bool((places.diff() == 1).all()):  # as long is not enough: places of shared keys come in any order
-            return out.copy_(decode(self.data[here], self.scales(here), out.dtype, out))
-        if self.data.dtype == out.dtype and self.exponents is None:
-            return torch.index_select(self.data, 0, places, out=out)
-        return decode(self.data[places], self.scales(places), out.dtype, out)
+            out.copy_(self.data[int(places[0]) : int(places[-1]) + 1] if len(places) else self.data[:0])
+            return out if times is None else out.mul_(times)
+        if self.data.dtype == out.dtype:
+            torch.index_select(self.data, 0, places, out=out)
+            return out if times is None else out.mul_(times)
+        room = self.data.new_empty(min(len(places), STRETCH), self.data.shape[1])
+        for low in range(0, len(places), STRETCH):
+            some = places[low : low + STRETCH]
+            here = out[low : low + STRETCH].copy_(torch.index_select(self.data, 0, some, out=room[: len(some)]))
+            if times is not None:
+                here.mul_(times[low : low + STRETCH])
+        return out
 
     def take(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> Encoded:
         """Some of the vectors, copied."""

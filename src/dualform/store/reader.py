@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
 from dualform.store import tables
-from dualform.store.encoding import Encoded, decode
+from dualform.store.encoding import STRETCH, Encoded, decode
 from dualform.store.format import (
     ROWS,
     SLOTS,
@@ -33,10 +33,6 @@ from dualform.store.slots import Ints, SlotChunk
 
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
-
-
-STRETCH = 512
-"""So many vectors are decoded at a time, where they are only looked at: they stay in the cache."""
 
 
 class Store(Sealed):

@@ -119,7 +119,7 @@ class SlotChunk:
 
     def pieces(self, width: int) -> Iterator[tuple[int, int]]:
         """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through."""
-        size = max(1, PIECE_BYTES // (8 * max(width, 1)))
+        size = _at_a_time(width)
         if self.layer.form != "maps":
             for low in range(0, self.slots, size):
                 yield low, min(low + size, self.slots)
@@ -128,6 +128,11 @@ class SlotChunk:
             some = max(1, size // max(positions, 1))
             for low in range(0, rows, some):
                 yield start + low * positions, start + min(low + some, rows) * positions
+
+    def some_pieces(self, places: Ints, width: int) -> Iterator[Ints]:
+        """Cut some of its slots (vectors, by their places) in the same way."""
+        size = _at_a_time(width)
+        return (places[low : low + size] for low in range(0, len(places), size))
 
     def whole(self, slot: int) -> tuple[int, int]:
         """The shortest stretch around a slot that can be read: of feature maps, all positions of its row."""
@@ -157,10 +162,10 @@ class SlotChunk:
             return self.store.gather(self.number, "key", self.key_numbers[places], out.dtype, out)
         return self._encoded("key").decoded(torch.from_numpy(places), out)
 
-    def some_errors(self, places: Ints, room: Room) -> Tensor:
-        """Their error signals."""
+    def some_errors(self, places: Ints, room: Room, times: Tensor | None = None) -> Tensor:
+        """Their error signals. times: (n, 1), multiplies each of them."""
         out = room(len(places), len(self.layer.outputs) or self.layer.d_out)
-        return self._encoded("error").decoded(torch.from_numpy(places), out)
+        return self._encoded("error").decoded(torch.from_numpy(places), out, times)
 
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
         """The feature maps of some rows of one block."""
@@ -193,3 +198,7 @@ class SlotChunk:
     def _encoded(self, what: str) -> Encoded:
         exponents = f"{self.number}.{what}_exponents"
         return Encoded(self.file[f"{self.number}.{what}s"], self.file[exponents] if exponents in self.file else None)
+
+
+def _at_a_time(width: int) -> int:
+    return max(1, PIECE_BYTES // (8 * max(width, 1)))
