@@ -13,6 +13,9 @@ from dualform.dual.gradients import Rows
 from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Layer, Use
 
+FEW, AT_ONCE = 8, 1 << 20
+"""What is so many times fewer is few; so many numbers are held on the way."""
+
 
 def products(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, rows: Rows | None) -> Tensor:
     """∂target/∂parameter (that part of it which is used), (examples, rows, columns), or (examples, d) for vectors.
@@ -63,8 +66,24 @@ def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | N
         return torch.stack([(errors * one[:, keys.places].T).sum(1) for one in product])
     vectors = part(keys.vectors(), use.keys)
     if use.groups == 1:
-        return torch.stack([((errors @ one) * vectors).sum(1) for one in product])
+        return _bilinear(product, vectors, errors)
     apart = in_groups(errors, use.groups).transpose(0, 1)
     taken = in_groups(vectors, use.groups).transpose(0, 1)
     blocks = product.reshape(len(product), use.groups, apart.shape[-1], taken.shape[-1])
     return torch.stack([((apart @ one) * taken).sum((0, 2)) for one in blocks])
+
+
+def _bilinear(product: Tensor, keys: Tensor, errors: Tensor) -> Tensor:
+    """error · P · key for the P of each example, (examples, slots)."""
+    if errors.shape[1] > keys.shape[1]:
+        product, keys, errors = product.transpose(1, 2), errors, keys
+    examples, few, many = product.shape
+    if FEW * few > many:
+        return torch.stack([((errors @ one) * keys).sum(1) for one in product])
+    found = product.new_empty(examples, len(keys))  # of few outputs, many examples in one product
+    size = max(1, AT_ONCE // max(1, len(keys) * few))
+    for low in range(0, examples, size):
+        some = product[low : low + size]
+        halves = (keys @ some.reshape(-1, many).T).reshape(len(keys), len(some), few)
+        found[low : low + size] = (halves * errors.unsqueeze(1)).sum(2).T
+    return found
