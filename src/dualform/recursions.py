@@ -26,13 +26,27 @@ Factor = float | Tensor
 
 
 @dataclass(frozen=True)
+class Inverse:
+    """number / matrix: divided by where it is used, which takes no pass of its own."""
+
+    number: float
+    matrix: Tensor
+
+    def __rmul__(self, other: Factor) -> Tensor:
+        return other * self.number / self.matrix
+
+    def __mul__(self, number: float) -> Inverse:
+        return Inverse(self.number * number, self.matrix)
+
+
+@dataclass(frozen=True)
 class Linear:
     """One update as a linear map."""
 
     keep: float
-    take: Factor
-    direct: Factor
-    through: Factor
+    take: Factor | Inverse
+    direct: Factor | Inverse
+    through: Factor | Inverse
     sign: float = 1.0
     decay: float = 0.0
     shrink: float = 1.0
@@ -44,8 +58,11 @@ class Linear:
         else:
             pushed = gradient if self.sign > 0 else -gradient
             pushed = pushed.add(weight, alpha=self.decay) if self.decay else pushed
-        _scale(average, self.keep)
-        _add(average, self.take, pushed)
+        if pushed is not None and isinstance(self.take, float) and self.take == 1.0 - self.keep:
+            average.lerp_(pushed, self.take)  # in one pass, as PyTorch's Adam does it
+        else:
+            _scale(average, self.keep)
+            _add(average, self.take, pushed)
         _scale(weight, self.shrink)
         _add(weight, self.direct, pushed, -1.0)
         _add(weight, self.through, average, -1.0)
@@ -70,10 +87,12 @@ def _scale(tensor: Tensor, factor: float) -> None:
         tensor.mul_(factor) if factor else tensor.zero_()
 
 
-def _add(tensor: Tensor, factor: Factor, other: Tensor | None, sign: float = 1.0) -> None:
+def _add(tensor: Tensor, factor: Factor | Inverse, other: Tensor | None, sign: float = 1.0) -> None:
     if other is None:
         return
-    if isinstance(factor, Tensor):
+    if isinstance(factor, Inverse):
+        tensor.addcdiv_(other, factor.matrix, value=sign * factor.number)
+    elif isinstance(factor, Tensor):
         tensor.addcmul_(factor, other, value=sign)
     elif factor:
         tensor.add_(other, alpha=sign * factor)
@@ -89,8 +108,14 @@ def _times(one: Factor, number: float) -> Factor:
     return 0.0 if isinstance(one, Tensor) or abs(one * number) < TINY else one * number
 
 
-def _plus(one: Factor, factor: Factor, other: Factor, sign: float = 1.0) -> Factor:
+def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.0) -> Factor:
     """one + sign·factor·other, in one go over the matrices."""
+    if isinstance(factor, Inverse):
+        if isinstance(other, float) and other == 0.0:
+            return one
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
+        return one + sign * (other * factor)
     if isinstance(factor, Tensor) and isinstance(other, Tensor):
         return torch.addcmul(one, factor, other, value=sign) if isinstance(one, Tensor) else one + sign * factor * other
     number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
@@ -101,8 +126,9 @@ def _plus(one: Factor, factor: Factor, other: Factor, sign: float = 1.0) -> Fact
     return one + matrix * (sign * number)
 
 
-Update = Callable[[Settings, dict[str, Tensor], Tensor | None], tuple[float, Factor, Factor, Factor]]
-"""(settings, shared, g') → keep, take, direct, through; shared goes one step on, in place."""
+Filled = tuple[float, Factor | Inverse, Factor | Inverse, Factor | Inverse]
+Update = Callable[[Settings, dict[str, Tensor], Tensor | None, Tensor | None], Filled]
+"""(settings, shared, g', room) → keep, take, direct, through; shared goes one step on, in place. room: memory for a matrix."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +150,15 @@ class Kind:
         """All state tensors."""
         return (*([self.average] if self.average else []), *self.shared)
 
-    def linear(self, settings: Settings, shared: dict[str, Tensor], pushed: Tensor | None) -> Linear:
-        """This update; `shared` goes one step on. pushed: g' = sign·gradient + decay·weight."""
-        keep, take, direct, through = self.update(settings, shared, pushed)
+    def linear(
+        self, settings: Settings, shared: dict[str, Tensor], pushed: Tensor | None, room: Tensor | None = None
+    ) -> Linear:
+        """This update; `shared` goes one step on. pushed: g' = sign·gradient + decay·weight.
+
+        room: memory like the weight, for who needs an update only until the next one: fresh pages cost more than what is
+        computed in them.
+        """
+        keep, take, direct, through = self.update(settings, shared, pushed, room)
         sign, decay, shrink = outer(settings)
         return Linear(keep, take, direct, through, sign, decay, shrink)
 
@@ -138,7 +170,7 @@ def outer(settings: Settings) -> tuple[float, float, float]:
     return sign, 0.0 if decoupled else decay, 1.0 - settings["lr"] * decay if decoupled else 1.0
 
 
-def _sgd(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _sgd(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     if s["momentum"] == 0:
         return 1.0, 0.0, s["lr"], 0.0
     keep, take = (0.0, 1.0) if s["fresh"] else (s["momentum"], 1 - s["dampening"])
@@ -149,14 +181,19 @@ def _squares(s: Settings, shared: dict[str, Tensor], g: Tensor, name: str, rate:
     return shared[name].mul_(rate).addcmul_(g, g, value=1 - rate)
 
 
-def _adam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _inverse(number: float, squares: Tensor, eps: float, room: Tensor | None) -> Inverse:
+    """number / (√squares + ε)."""
+    return Inverse(number, torch.sqrt(squares, out=room).add_(eps))
+
+
+def _adam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
     if s["amsgrad"]:
         squares = torch.maximum(shared["max_exp_avg_sq"], squares, out=shared["max_exp_avg_sq"])
     root = math.sqrt(1 - s["beta2"] ** s["count"])
     size = s["lr"] / (1 - s["beta1"] ** s["count"])
-    return s["beta1"], 1 - s["beta1"], 0.0, (squares.sqrt() / root).add_(s["eps"]).reciprocal_().mul_(size)
+    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size * root, squares, s["eps"] * root, room)
 
 
 def nadam_momentum(s: Settings, count: float) -> float:
@@ -164,17 +201,18 @@ def nadam_momentum(s: Settings, count: float) -> float:
     return float(s["beta1"]) * float(1.0 - 0.5 * 0.96 ** (count * s["momentum_decay"]))
 
 
-def _nadam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _nadam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
-    inverse = (squares / (1 - s["beta2"] ** s["count"])).sqrt_().add_(s["eps"]).reciprocal_()
+    root = math.sqrt(1 - s["beta2"] ** s["count"])
+    inverse = _inverse(root, squares, s["eps"] * root, room)
     now, coming = (nadam_momentum(s, count) for count in (s["count"], s["count"] + 1))
     product = s["mu_product"]
     direct, through = s["lr"] * (1 - now) / (1 - product), s["lr"] * coming / (1 - product * coming)
     return s["beta1"], 1 - s["beta1"], inverse * direct, inverse * through
 
 
-def _radam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _radam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
     rest = 1 - s["beta2"] ** s["count"]
@@ -184,30 +222,27 @@ def _radam(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[fl
     if now <= 5:
         return s["beta1"], 1 - s["beta1"], 0.0, size
     rectified = math.sqrt((now - 4) * (now - 2) * most / ((most - 4) * (most - 2) * now))
-    inverse = squares.sqrt().add_(s["eps"]).reciprocal_()
-    return s["beta1"], 1 - s["beta1"], 0.0, inverse.mul_(size * rectified * math.sqrt(rest))
+    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size * rectified * math.sqrt(rest), squares, s["eps"], room)
 
 
-def _adagrad(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _adagrad(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = shared["sum"].addcmul_(g, g)
-    rate = s["lr"] / (1 + (s["count"] - 1) * s["lr_decay"])
-    return 1.0, 0.0, squares.sqrt().add_(s["eps"]).reciprocal_().mul_(rate), 0.0
+    return 1.0, 0.0, _inverse(s["lr"] / (1 + (s["count"] - 1) * s["lr_decay"]), squares, s["eps"], room), 0.0
 
 
-def _rmsprop(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _rmsprop(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = _squares(s, shared, g, "square_avg", s["alpha"])
     if s["centered"]:
         mean = shared["grad_avg"].lerp_(g, 1 - s["alpha"])
         squares = squares.addcmul(mean, mean, value=-1)
-    inverse = squares.sqrt().add_(s["eps"]).reciprocal_()
     if s["momentum"] > 0:
-        return s["momentum"], inverse, 0.0, s["lr"]
-    return 1.0, 0.0, inverse.mul_(s["lr"]), 0.0
+        return s["momentum"], _inverse(1.0, squares, s["eps"], room), 0.0, s["lr"]
+    return 1.0, 0.0, _inverse(s["lr"], squares, s["eps"], room), 0.0
 
 
-def _adadelta(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _adadelta(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     squares = _squares(s, shared, g, "square_avg", s["rho"])
     ratio = shared["acc_delta"].add(s["eps"]).sqrt_().div_(squares.add(s["eps"]).sqrt_())
@@ -216,12 +251,12 @@ def _adadelta(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple
     return 1.0, 0.0, ratio.mul_(s["lr"]), 0.0
 
 
-def _adamax(s: Settings, shared: dict[str, Tensor], g: Tensor | None) -> tuple[float, Factor, Factor, Factor]:
+def _adamax(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     assert g is not None
     largest = shared["exp_inf"].mul_(s["beta2"])
     torch.maximum(largest, g.abs().add_(s["eps"]), out=largest)
     size = s["lr"] / (1 - s["beta1"] ** s["count"])
-    return s["beta1"], 1 - s["beta1"], 0.0, largest.reciprocal().mul_(size)
+    return s["beta1"], 1 - s["beta1"], 0.0, Inverse(size, largest if room is not None else largest.clone())
 
 
 KINDS: dict[str, Kind] = {

@@ -88,6 +88,40 @@ def whole(layer: Layer, use: Use, found: Tensor, length: int) -> Tensor:
     return spread
 
 
+class Sum:
+    """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, rows: Rows | None = None):
+        self._total, self._rows = torch.empty(*shape, dtype=dtype), rows
+        self._flat = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        self.added = 0
+
+    def add(self, layer: Layer, use: Use, keys: Keys, errors: Tensor, factor: float = 1.0) -> None:
+        """Add what a use makes of some slots, times a factor: in the product itself, where there is one."""
+        product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
+        fresh = not self.added and product and not use.rows
+        if not self.added and not fresh:
+            self._total.zero_()
+        self.added += 1
+        own = self._flat[use.rows[0] : use.rows[1]] if use.rows else self._flat
+        if not product:
+            own.add_(
+                whole(layer, use, of_slots(use, keys, errors, self._rows), len(own)).reshape(own.shape), alpha=factor
+            )
+            return
+        errors = part(errors, use.errors) if self._rows is None else errors[:, self._rows.columns]
+        both = errors, part(keys.vectors(), use.keys)
+        left, right = both if use.role == "weight" else both[::-1]
+        own.addmm_(left.T, right, beta=0.0 if fresh else 1.0, alpha=factor)
+
+    def taken(self) -> Tensor:
+        """The sum, which stays what it is until the next one begins."""
+        if not self.added:
+            self._total.zero_()
+        self.added = 0
+        return self._total
+
+
 @dataclass(frozen=True)
 class Updates:
     """The updates of one parameter over a stretch of training."""
@@ -144,6 +178,11 @@ def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None 
     )
 
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Slots = tuple[float, Layer, Keys, Tensor, Any]
+"""Those of one call: the factor of their backward pass, their layer, keys and error signals, and which of them a mask keeps."""
+
+
 class Replayed:
     """The gradients of a parameter, put together again. Chunks are opened as they are needed."""
 
@@ -154,54 +193,63 @@ class Replayed:
         self.dtype = compute_dtype(store, updates.parameter)
         self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
         self._users = store.users(updates.parameter)
+        self._uses = {y.name: [use for use in y.uses if use.parameter == updates.parameter] for y in self._users}
         self._small = store.is_vector(updates.parameter)
-        self._open: (
-            tuple[int, list[tuple[SlotChunk, Layer, np.ndarray[Any, np.dtype[np.bool_]] | None]], Tensor | None] | None
-        ) = None
+        self._full, self._part = (Sum(self.shape, self.dtype, self.rows) for _ in range(2))
+        self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
+        self._slots: list[Slots] = []
+        self._recorded: Tensor | None = None
 
-    def __call__(self, place: int) -> tuple[Tensor, Tensor | None]:
-        """The gradient of one update, as the optimizer saw it; and, if there is a mask, the part of it that is kept."""
+    def __call__(self, place: int) -> Tensor:
+        """The gradient of one update, as the optimizer saw it. It stays what it is until the next one is asked for."""
         step = int(self.updates.steps[place])
-        chunks, kept_gradients = self._chunk(step)
-        factors = self.updates.factors[place]
-        if self._small and kept_gradients is not None:
-            full = kept_gradients[self._row(step)].to(self.dtype)
-            if self._keep is None:
-                return full, None
-            return full, self._without(full, chunks, step, factors)
-        full = self._sum(chunks, step, factors, "all")
-        return full, None if self._keep is None else self._sum(chunks, step, factors, "kept")
+        chunks, gradients = self._chunk(step)
+        self._recorded = None
+        if self._small and gradients is not None:
+            self._recorded = gradients[self._row(step)].to(self.dtype)
+        if self._recorded is None or self._keep is not None:
+            self._slots = list(self._of_step(chunks, step, self.updates.factors[place]))
+        if self._recorded is not None:
+            return self._recorded
+        for factor, layer, keys, errors, _ in self._slots:
+            for use in self._uses[layer.name]:
+                self._full.add(layer, use, keys, errors, factor)
+        return self._full.taken()
 
-    def _sum(self, chunks: Any, step: int, factors: Floats, which: str) -> Tensor:
-        total = torch.zeros(self.shape, dtype=self.dtype)
-        flat = total.reshape(len(total), -1) if total.dim() > 1 else total
-        for factor, use, _, keys, errors in self._blocks(chunks, step, factors, which, self.dtype):
-            own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
-            own.add_(of_slots(use, keys, errors, self.rows).reshape(own.shape), alpha=factor)
-        return total
+    def kept(self) -> Tensor:
+        """The part that the mask keeps of the gradient that was asked for last."""
+        if self._recorded is not None:
+            return self._without(self._recorded)
+        for factor, layer, keys, errors, kept in self._slots:
+            if kept.any():
+                keys, errors = _those(layer, keys, errors, kept)
+                for use in self._uses[layer.name]:
+                    self._part.add(layer, use, keys, errors, factor)
+        return self._part.taken()
 
-    def _without(self, full: Tensor, chunks: Any, step: int, factors: Floats) -> Tensor:
+    def _without(self, full: Tensor) -> Tensor:
         """A bias's gradient without the slots left out.
 
         What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its
-        own size: the sum is made in the longest type there is, so that masks add up even then.
+        own size: the sum is made in a longer type, so that masks add up even then.
         """
-        rest = full.numpy().astype(np.longdouble).reshape(-1)
-        for factor, use, layer, keys, errors in self._blocks(chunks, step, factors, "left", torch.float64):
-            written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
-            own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
-            own = own if not layer.outputs else own[list(layer.outputs)]
-            own -= written.numpy().astype(np.longdouble).sum(0) * np.longdouble(factor)
-            if layer.outputs:
-                rest[list(layer.outputs)] = own
+        longer = np.longdouble if self.dtype == torch.float64 else np.float64
+        rest = full.numpy().astype(longer).reshape(-1)
+        for factor, layer, keys, errors, kept in self._slots:
+            for use in self._uses[layer.name]:
+                written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
+                left = written.numpy()[~kept].sum(0, dtype=longer) * longer(factor)
+                own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
+                np.subtract.at(own, list(layer.outputs), left) if layer.outputs else np.subtract(own, left, out=own)
         return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
 
-    def _blocks(
-        self, chunks: Any, step: int, factors: Floats, which: str, dtype: torch.dtype
-    ) -> Iterator[tuple[float, Use, Layer, Keys, Tensor]]:
-        """The slots of a step, call by call and use by use: all of them, those kept, or those left out."""
+    def _of_step(
+        self, chunks: Sequence[tuple[SlotChunk, Layer, Bools | None]], step: int, factors: Floats
+    ) -> Iterator[Slots]:
+        """The slots of a step, call by call."""
         for chunk, layer, kept in chunks:
+            only_errors = all(use.role == "bias" for use in self._uses[layer.name])
             low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
             for block in range(int(low), int(high)):
                 backward = int(chunk.blocks[block, 1])
@@ -209,21 +257,11 @@ class Replayed:
                 start, end = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
                 if factor == 0.0 or start == end:
                     continue
-                keys, errors = chunk.keys(dtype, start, end), chunk.errors(dtype, start, end)
-                if which != "all" and kept is not None:
-                    taken = torch.from_numpy(kept[start:end] if which == "kept" else ~kept[start:end])
-                    if not bool(taken.any()):
-                        continue
-                    if isinstance(keys, Vectors) and layer.form == "vectors":
-                        keys, errors = keys.some(taken), errors[taken]
-                    else:
-                        errors = errors * taken.unsqueeze(1)
-                        keys = weighted_parts(keys, layer, taken)
-                for use in layer.uses:
-                    if use.parameter == self.updates.parameter:
-                        yield factor, use, layer, keys, errors
+                errors = chunk.errors(self.dtype, start, end)
+                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, start, end)
+                yield factor, layer, keys, errors, None if kept is None else kept[start:end]
 
-    def _chunk(self, step: int) -> Any:
+    def _chunk(self, step: int) -> tuple[list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None]:
         place = int(np.searchsorted(self._ends, step, side="right"))
         if self._open is None or self._open[0] != place:
             found = []
@@ -246,6 +284,15 @@ class Replayed:
         mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
         steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
         return steps
+
+
+def _those(layer: Layer, keys: Keys, errors: Tensor, taken: Bools) -> tuple[Keys, Tensor]:
+    """Some of the slots of a call; of feature maps all, with error signals of 0 for the others."""
+    if isinstance(keys, Vectors) and layer.form == "vectors":
+        places = torch.from_numpy(np.flatnonzero(taken))
+        return keys.some(places), errors.index_select(0, places)
+    which = torch.from_numpy(taken)
+    return weighted_parts(keys, layer, which), errors * which.unsqueeze(1)
 
 
 def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:

@@ -53,13 +53,22 @@ def moment(store: Store, parameter: str, step: int, kind: Kind, rows: Rows | Non
     return Moment(weight, average, {name: found[name] for name in kind.shared})
 
 
-def step_on(now: Moment, kind: Kind, settings: dict[str, float], gradient: Tensor, *, walk: bool = True) -> Linear:
-    """Do one update; gives it as a linear map. walk=False: only what updates share goes on, not the weight."""
+def step_on(
+    now: Moment,
+    kind: Kind,
+    settings: dict[str, float],
+    gradient: Tensor,
+    *,
+    walk: bool = True,
+    room: Tensor | None = None,
+) -> Linear:
+    """Do one update; gives it as a linear map. walk=False: only what updates share goes on, not the weight. room: memory for
+    the map, which then is good until the next update."""
     sign, decay, _ = outer(settings)
     pushed = gradient if sign > 0 else -gradient
     if decay:
         pushed = pushed.add(now.weight, alpha=decay)
-    linear = kind.linear(settings, now.shared, pushed)
+    linear = kind.linear(settings, now.shared, pushed, room)
     if walk:
         linear.apply(now.weight, now.average, gradient)
     return linear
@@ -84,11 +93,12 @@ def forward(
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
     walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
+    room = torch.empty_like(now.weight)
     for place, some in enumerate(settings):
-        full, kept = gradients(place)
-        linear = step_on(now, kind, some, full, walk=walk)
-        if kept is not None:
-            linear.apply(masked.weight, masked.average, kept)
+        full = gradients(place)
+        linear = step_on(now, kind, some, full, walk=walk, room=room)
+        if keep is not None:
+            linear.apply(masked.weight, masked.average, gradients.kept())
         if on_each is not None:
             on_each(linear)
     return now, masked
@@ -137,4 +147,4 @@ class Backward:
             yield from self._stretch(start, end, saved.pop())
 
     def _on(self, now: Moment, place: int) -> Linear:
-        return step_on(now, self._kind, self._updates.at(place), self._gradients(place)[0])
+        return step_on(now, self._kind, self._updates.at(place), self._gradients(place))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Keep, Rows, compute_dtype, kept_rows, of_slots, updates_of, weighted_parts, whole
+from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, updates_of, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
@@ -18,6 +19,9 @@ from dualform.store.format import SLOTS
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+
+PRODUCTS = 8
+"""So many are added up in the type they are computed in, before they go to float64."""
 
 Reached = dict[str, tuple[int, Moment]]
 """By parameter: after which step, and what it is there."""
@@ -101,41 +105,57 @@ def add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
-    updates = found.updates
-    flat = total.reshape(len(total), -1) if total.dim() > 1 else total
+    updates, vector = found.updates, store.is_vector(parameter)
+    near = Sum(total.shape, torch.float64 if vector else compute_dtype(store, parameter), rows)
     for layer in store.users(parameter):
         uses = [use for use in layer.uses if use.parameter == parameter]
         only_errors = all(use.role == "bias" for use in uses)
-        small = store.is_vector(parameter) and not only_errors
-        dtype = torch.float64 if small else compute_dtype(store, parameter)
+        dtype = torch.float64 if vector and not only_errors else compute_dtype(store, parameter)
         rooms = Room(dtype), Room(dtype)
         for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
                 continue
             scales = scaled(chunk, found, 0, chunk.slots, dtype)
-            for low, high in chunk.pieces((8 if only_errors else 1) * (layer.d_in + layer.d_out)):
-                if kept is not None and not kept[low:high].any():
-                    continue
-                keys: Keys
-                scale = scales[low:high]
-                if layer.form == "vectors":  # of these, only what takes part is read
-                    places = np.arange(low, high) if kept is None else np.flatnonzero(kept[low:high]) + low
-                    scale, errors = scale[torch.from_numpy(places - low)], chunk.some_errors(places, rooms[0])
-                    if only_errors:  # their sum, in one product
-                        errors, keys = scale.T @ errors, Vectors(errors[:0])
-                    else:
-                        errors, keys = errors.mul_(scale), Vectors(chunk.some_keys(places, rooms[1]))
-                else:
-                    if kept is not None:
-                        scale = scale * torch.from_numpy(kept[low:high]).unsqueeze(1)
-                    keys = weighted_parts(chunk.keys(dtype, low, high), layer, scale[:, 0])
-                    errors = chunk.errors(dtype, low, high) * scale
+            read = _some if layer.form == "vectors" else _all
+            for keys, values in read(chunk, kept, scales, rooms, only_errors):
                 for use in uses:
-                    own = flat[use.rows[0] : use.rows[1]] if use.rows else flat
-                    found_here = whole(layer, use, of_slots(use, keys, errors, rows), len(own))
-                    own += found_here.reshape(own.shape)
+                    near.add(layer, use, keys, values)
+                if near.added >= PRODUCTS:
+                    total += near.taken()
             store.decoded(chunk.chunk.files[SLOTS].size)
+    total += near.taken()
+
+
+Kept = np.ndarray[Any, np.dtype[np.bool_]] | None
+
+
+def _some(
+    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Room, Room], only_errors: bool
+) -> Iterator[tuple[Keys, Tensor]]:
+    """Keys and values of the slots that take part, a piece at a time: nothing else is read. only_errors: the sum of the values."""
+    every = np.arange(chunk.slots) if kept is None else np.flatnonzero(kept)
+    for places in chunk.some_pieces(every, chunk.layer.d_in + chunk.layer.d_out):
+        scale = scales[torch.from_numpy(places)]
+        if only_errors:
+            errors = chunk.some_errors(places, rooms[0])
+            yield Vectors(errors[:0]), scale.T @ errors
+        else:
+            errors = chunk.some_errors(places, rooms[0], scale)
+            yield Vectors(chunk.some_keys(places, rooms[1])), errors
+
+
+def _all(
+    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Room, Room], only_errors: bool
+) -> Iterator[tuple[Keys, Tensor]]:
+    """Those of all slots, with the value 0 for those that take no part."""
+    if kept is not None:
+        scales = scales * torch.from_numpy(kept).unsqueeze(1)
+    for low, high in chunk.pieces(chunk.layer.d_in + chunk.layer.d_out):
+        if kept is None or kept[low:high].any():
+            scale = scales[low:high]
+            keys = weighted_parts(chunk.keys(scale.dtype, low, high), chunk.layer, scale[:, 0])
+            yield keys, chunk.errors(scale.dtype, low, high) * scale
 
 
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
