@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,11 +69,11 @@ def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | N
     return Rows(places, torch.tensor([layer.outputs.index(int(unit)) for unit in places]))
 
 
-def of_slots(use: Use, keys: Keys, errors: Tensor, rows: Rows | None = None) -> Tensor:
-    """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector."""
+def of_slots(use: Use, keys: Keys, errors: Tensor, columns: Tensor | slice | None = None) -> Tensor:
+    """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector. columns: some of the errors'."""
     if use.role == "scale":
         return keys.vectors().sum(0)
-    errors = part(errors, use.errors) if rows is None or use.role == "bias" else errors[:, rows.columns]
+    errors = part(errors, use.errors) if columns is None or use.role == "bias" else errors[:, columns]
     if use.role == "bias":
         return errors.sum(0)
     found = keys.outer(errors, use.keys, use.groups)
@@ -88,11 +89,15 @@ def whole(layer: Layer, use: Use, found: Tensor, length: int) -> Tensor:
     return spread
 
 
+TILE_BYTES = 1 << 20
+"""So much of a matrix is walked through training at a time: what an update needs of it stays in the cache."""
+
+
 class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, rows: Rows | None = None):
-        self._total, self._rows = torch.empty(*shape, dtype=dtype), rows
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | slice | None = None):
+        self._total, self._columns = torch.empty(*shape, dtype=dtype), columns
         self._flat = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
         self.added = 0
 
@@ -106,10 +111,10 @@ class Sum:
         own = self._flat[use.rows[0] : use.rows[1]] if use.rows else self._flat
         if not product:
             own.add_(
-                whole(layer, use, of_slots(use, keys, errors, self._rows), len(own)).reshape(own.shape), alpha=factor
+                whole(layer, use, of_slots(use, keys, errors, self._columns), len(own)).reshape(own.shape), alpha=factor
             )
             return
-        errors = part(errors, use.errors) if self._rows is None else errors[:, self._rows.columns]
+        errors = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
         both = errors, part(keys.vectors(), use.keys)
         left, right = both if use.role == "weight" else both[::-1]
         own.addmm_(left.T, right, beta=0.0 if fresh else 1.0, alpha=factor)
@@ -179,8 +184,25 @@ def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None 
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Slots = tuple[float, Layer, Keys, Tensor, Any]
+Slots = tuple[float, Layer, Keys, Tensor, Bools | None]
 """Those of one call: the factor of their backward pass, their layer, keys and error signals, and which of them a mask keeps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is read for one update."""
+
+    place: int
+    recorded: Tensor | None
+    """A bias's gradient as it was."""
+    slots: list[Slots]
+    kept: list[Slots]
+    """Of the slots; the same list if that is all of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """So much memory the slots take."""
+        return sum(len(errors) * (layer.d_in + layer.d_out) * errors.itemsize for _, layer, _, errors, _ in self.slots)
 
 
 class Replayed:
@@ -195,40 +217,53 @@ class Replayed:
         self._users = store.users(updates.parameter)
         self._uses = {y.name: [use for use in y.uses if use.parameter == updates.parameter] for y in self._users}
         self._small = store.is_vector(updates.parameter)
-        self._full, self._part = (Sum(self.shape, self.dtype, self.rows) for _ in range(2))
         self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
-        self._slots: list[Slots] = []
-        self._recorded: Tensor | None = None
 
-    def __call__(self, place: int) -> Tensor:
-        """The gradient of one update, as the optimizer saw it. It stays what it is until the next one is asked for."""
+    def sum(self, rows: slice | None = None) -> Sum:
+        """Memory for a gradient, or for some rows of it."""
+        if rows is not None:
+            return Sum((rows.stop - rows.start, *self.shape[1:]), self.dtype, rows)
+        return Sum(self.shape, self.dtype, None if self.rows is None else self.rows.columns)
+
+    def tiles(self) -> list[slice | None]:
+        """Rows of the parameter that can be walked through training one after the other; None: all of them together."""
+        apart = self._users[0].form == "vectors" and chosen_rows(self._store, self.updates.parameter, [])
+        if self.rows is not None or not apart:
+            return [None]
+        height, size = self.shape[0], math.prod(self.shape) * self.dtype.itemsize
+        each = -(-height // max(1, min(height, round(size / TILE_BYTES))))
+        return [slice(low, min(low + each, height)) for low in range(0, height, each)]
+
+    def read(self, place: int) -> Step:
+        """The slots of one update, and those of them that the mask keeps."""
         step = int(self.updates.steps[place])
         chunks, gradients = self._chunk(step)
-        self._recorded = None
-        if self._small and gradients is not None:
-            self._recorded = gradients[self._row(step)].to(self.dtype)
-        if self._recorded is None or self._keep is not None:
-            self._slots = list(self._of_step(chunks, step, self.updates.factors[place]))
-        if self._recorded is not None:
-            return self._recorded
-        for factor, layer, keys, errors, _ in self._slots:
+        recorded = gradients[self._row(step)].to(self.dtype) if self._small and gradients is not None else None
+        if recorded is not None and self._keep is None:
+            return Step(place, recorded, [], [])
+        slots = list(self._of_step(chunks, step, self.updates.factors[place]))
+        if recorded is not None:
+            return Step(place, recorded, slots, [])
+        if all(kept is None or kept.all() for *_, kept in slots):
+            return Step(place, None, slots, slots)
+        return Step(place, None, slots, [_those(some) for some in slots if some[-1] is not None and some[-1].any()])
+
+    def __call__(self, step: Step, total: Sum) -> Tensor:
+        """The gradient of one update, as the optimizer saw it."""
+        return self._added(step.slots, total) if step.recorded is None else step.recorded
+
+    def kept(self, step: Step, total: Sum) -> Tensor:
+        """The part of it that the mask keeps."""
+        return self._added(step.kept, total) if step.recorded is None else self._without(step.recorded, step.slots)
+
+    def _added(self, slots: list[Slots], total: Sum) -> Tensor:
+        for factor, layer, keys, errors, _ in slots:
             for use in self._uses[layer.name]:
-                self._full.add(layer, use, keys, errors, factor)
-        return self._full.taken()
+                total.add(layer, use, keys, errors, factor)
+        return total.taken()
 
-    def kept(self) -> Tensor:
-        """The part that the mask keeps of the gradient that was asked for last."""
-        if self._recorded is not None:
-            return self._without(self._recorded)
-        for factor, layer, keys, errors, kept in self._slots:
-            if kept.any():
-                keys, errors = _those(layer, keys, errors, kept)
-                for use in self._uses[layer.name]:
-                    self._part.add(layer, use, keys, errors, factor)
-        return self._part.taken()
-
-    def _without(self, full: Tensor) -> Tensor:
+    def _without(self, full: Tensor, slots: list[Slots]) -> Tensor:
         """A bias's gradient without the slots left out.
 
         What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its
@@ -236,10 +271,10 @@ class Replayed:
         """
         longer = np.longdouble if self.dtype == torch.float64 else np.float64
         rest = full.numpy().astype(longer).reshape(-1)
-        for factor, layer, keys, errors, kept in self._slots:
+        for factor, layer, keys, errors, kept in slots:
             for use in self._uses[layer.name]:
                 written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
-                left = written.numpy()[~kept].sum(0, dtype=longer) * longer(factor)
+                left = written.numpy()[~np.asarray(kept)].sum(0, dtype=longer) * longer(factor)
                 own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
                 np.subtract.at(own, list(layer.outputs), left) if layer.outputs else np.subtract(own, left, out=own)
         return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
@@ -286,13 +321,14 @@ class Replayed:
         return steps
 
 
-def _those(layer: Layer, keys: Keys, errors: Tensor, taken: Bools) -> tuple[Keys, Tensor]:
-    """Some of the slots of a call; of feature maps all, with error signals of 0 for the others."""
+def _those(slots: Slots) -> Slots:
+    """The slots of a call that are kept; of feature maps all, with error signals of 0 for the others."""
+    factor, layer, keys, errors, kept = slots
+    taken = torch.from_numpy(kept)
     if isinstance(keys, Vectors) and layer.form == "vectors":
-        places = torch.from_numpy(np.flatnonzero(taken))
-        return keys.some(places), errors.index_select(0, places)
-    which = torch.from_numpy(taken)
-    return weighted_parts(keys, layer, which), errors * which.unsqueeze(1)
+        places = taken.nonzero()[:, 0]
+        return factor, layer, keys.some(places), errors.index_select(0, places), None
+    return factor, layer, weighted_parts(keys, layer, taken), errors * taken.unsqueeze(1), None
 
 
 def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:

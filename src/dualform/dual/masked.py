@@ -100,6 +100,11 @@ def is_marked(store: Store, parameter: str, end: int) -> bool:
     return any(mark is not None and mark.step < end for mark in marks)
 
 
+def is_replayed(store: Store, parameter: str) -> bool:
+    """Whether a mask walks through all of training, since coefficients are matrices; what was trained is not asked for."""
+    return is_elementwise(updates_of(store, parameter))
+
+
 def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
     """What is to be read; None where a walk through all of training is needed: an optimizer is replayed, or a part of the movement
     is in no slot."""

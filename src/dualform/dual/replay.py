@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.dual.gradients import Keep, Replayed, Rows, Updates
+from dualform.dual.gradients import Keep, Replayed, Rows, Step, Updates
 from dualform.recursions import KINDS, Factor, Kind, Linear, outer
 from dualform.store.reader import Store
 
 MATRIX_BYTES = 96 << 20
 """How much memory the matrices of a stretch may take, and the checkpoints of all stretches."""
+
+SLOT_BYTES = 16 << 20
+"""So much of the slots is read, before rows after rows walk through them."""
 
 
 @dataclass
@@ -32,6 +35,12 @@ class Moment:
     def nbytes(self) -> int:
         """How much memory it takes."""
         return self.weight.nbytes + self.average.nbytes + sum(t.nbytes for t in self.shared.values())
+
+    def of(self, rows: slice | None) -> Moment:
+        """Some rows of it, which move with it."""
+        if rows is None:
+            return self
+        return Moment(self.weight[rows], self.average[rows], {name: t[rows] for name, t in self.shared.items()})
 
     def copy(self) -> Moment:
         """Another one, to be moved on its own."""
@@ -93,15 +102,32 @@ def forward(
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
     walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
-    room = torch.empty_like(now.weight)
-    for place, some in enumerate(settings):
-        full = gradients(place)
-        linear = step_on(now, kind, some, full, walk=walk, room=room)
-        if keep is not None:
-            linear.apply(masked.weight, masked.average, gradients.kept())
-        if on_each is not None:
-            on_each(linear)
+    for steps in _stretches(gradients):
+        for rows in [None] if on_each else gradients.tiles():
+            here, there, totals = now.of(rows), masked.of(rows), (gradients.sum(rows), gradients.sum(rows))
+            room = torch.empty_like(here.weight)
+            for step in steps:
+                full = gradients(step, totals[0])
+                linear = step_on(here, kind, settings[step.place], full, walk=walk, room=room)
+                if keep is not None:
+                    kept = full if step.kept is step.slots else gradients.kept(step, totals[1])
+                    linear.apply(there.weight, there.average, kept)
+                if on_each is not None:
+                    on_each(linear)
     return now, masked
+
+
+def _stretches(gradients: Replayed) -> Iterator[list[Step]]:
+    """What is read for the updates, as many of them at a time as are not too large."""
+    steps: list[Step] = []
+    nbytes = 0
+    for place in range(len(gradients.updates.steps)):
+        steps.append(gradients.read(place))
+        nbytes += steps[-1].nbytes
+        if nbytes >= SLOT_BYTES:
+            yield steps
+            steps, nbytes = [], 0
+    yield steps
 
 
 class Backward:
@@ -112,7 +138,7 @@ class Backward:
     def __init__(self, store: Store, updates: Updates, rows: Rows | None = None):
         self._updates, self._kind = updates, KINDS[updates.kind]
         self._gradients = Replayed(store, updates, rows)
-        self.rows = self._gradients.rows
+        self.rows, self._sum = self._gradients.rows, self._gradients.sum()
         self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
         self.p: Factor = torch.ones_like(self.first.weight)
         self.q: Factor = torch.zeros_like(self.first.weight)
@@ -147,4 +173,5 @@ class Backward:
             yield from self._stretch(start, end, saved.pop())
 
     def _on(self, now: Moment, place: int) -> Linear:
-        return step_on(now, self._kind, self._updates.at(place), self._gradients(place))
+        gradient = self._gradients(self._gradients.read(place), self._sum)
+        return step_on(now, self._kind, self._updates.at(place), gradient)

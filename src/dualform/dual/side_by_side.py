@@ -32,8 +32,8 @@ def each_rebuilt(
     trained: Mapping[str, Tensor] | None = None,
     workers: int = 1,
 ) -> Iterator[Tensor]:
-    """`rebuilt` from the beginning, for each of the parameters in their order; `masked`, if there is a mask and what was trained is
-    given.
+    """`rebuilt` from the beginning, for each of the parameters in their order; `masked`, if there is a mask and it is given as it
+    was trained.
 
     One worker walks through training once. With more, a segment needs memory for the parameter, its optimizer state, the masked
     parameter and up to four matrices of its transfer; at most `workers` are replayed and as many wait for those before them.
@@ -55,7 +55,7 @@ def each_rebuilt(
 def _one(
     store: Store, name: str, end: int, keep: Keep | None, trained: Mapping[str, Tensor] | None
 ) -> Callable[[], Tensor]:
-    if keep is None or trained is None:
+    if keep is None or trained is None or name not in trained:
         return partial(rebuilt, store, name, begin=0, end=end, keep=keep)
     return partial(masked, store, name, trained[name], end=end, keep=keep)
 

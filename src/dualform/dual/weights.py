@@ -106,7 +106,9 @@ def add_slots(
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
     updates, vector = found.updates, store.is_vector(parameter)
-    near = Sum(total.shape, torch.float64 if vector else compute_dtype(store, parameter), rows)
+    near = Sum(
+        total.shape, torch.float64 if vector else compute_dtype(store, parameter), rows.columns if rows else None
+    )
     for layer in store.users(parameter):
         uses = [use for use in layer.uses if use.parameter == parameter]
         only_errors = all(use.role == "bias" for use in uses)

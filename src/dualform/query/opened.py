@@ -20,7 +20,7 @@ from dualform.dual import certificate
 from dualform.dual.compact import compact
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
-from dualform.dual.masked import is_marked, plan
+from dualform.dual.masked import is_marked, is_replayed, plan
 from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import (
@@ -273,8 +273,9 @@ class Dual:
             raise QuestionError(f'read={read!r}: expected "fewest" or "kept".')
         question = self._masking(keep, drop, "masked")
         self._warn()
-        weights, names = self._weights_at(self.end_step), self._parameters(layers)
-        found = question.from_groups()
+        names, found = self._parameters(layers), question.from_groups()
+        anew = [name for name in names if found is None and (read == "kept" or is_replayed(self.store, name))]
+        weights = self._weights_at(self.end_step, but=anew)
         if found is not None:
             view, kept = found
             sure = {
@@ -286,7 +287,7 @@ class Dual:
         takes_part = question.slots()
         for name in names:
             self._whole(name, "masked()")
-        trained = {name: weights[name] for name in names} if read == "fewest" else None
+        trained = {name: weights[name] for name in names if name not in anew}
         values = each_rebuilt(self.store, names, end=self.end_step, keep=takes_part, trained=trained, workers=workers)
         for name, value in zip(_counted("masking", names, progress), values, strict=True):
             weights[name] = value
@@ -506,11 +507,15 @@ class Dual:
         )
 
     def _weights_at(
-        self, step: int, progress: certificate.Progress | None = None, reached: Reached | None = None
+        self,
+        step: int,
+        progress: certificate.Progress | None = None,
+        reached: Reached | None = None,
+        but: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot.
 
-        reached: for several moments, one after the other.
+        reached: for several moments, one after the other. but: these are not asked for.
         """
         nearest = max(s for s in self.store.snapshot_steps() if s <= step)
         snapshot = self.store.snapshot(nearest)
@@ -530,7 +535,8 @@ class Dual:
                 f"{', '.join(sorted(others))}",
                 stacklevel=4,
             )
-        for name in _counted("rebuilding", [p.name for p in self.store.manifest.parameters], progress):
+        asked = [parameter.name for parameter in self.store.manifest.parameters if parameter.name not in but]
+        for name in _counted("rebuilding", asked, progress):
             self._whole(name, f"the network after step {step}")
             weights[name] = rebuilt(self.store, name, begin=nearest, end=step, reached=reached)
         return weights
