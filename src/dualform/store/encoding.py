@@ -54,8 +54,10 @@ class Encoded:
         if scales is not None and bool(scales.any()):
             powers = torch.exp2(scales.to(out.dtype)).unsqueeze(1)
             times = powers if times is None else powers * times
-        if bool((places.diff() == 1).all()):  # as long is not enough: places of shared keys come in any order
-            out.copy_(self.data[int(places[0]) : int(places[-1]) + 1] if len(places) else self.data[:0])
+        here = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+        # as long is not enough: places of shared keys come in any order
+        if here.stop - here.start == len(places) and bool((places.diff() == 1).all()):
+            out.copy_(self.data[here])
             return out if times is None else out.mul_(times)
         if self.data.dtype == out.dtype:
             torch.index_select(self.data, 0, places, out=out)

@@ -44,6 +44,7 @@ class Store(Sealed):
         self._decoded = 0
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
+        self._vectors: dict[tuple[int, int, str], Encoded] = {}
         self._updates: dict[int, pl.DataFrame] = {}
         self._parts = Moments()
         self._shared: dict[str, bool] = {}
@@ -52,7 +53,8 @@ class Store(Sealed):
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the user's columns; a row's number is its place."""
         empty = pl.DataFrame(schema=tables.schema(self.manifest.columns))
-        return pl.concat([empty, *(self.rows_in(place) for place in range(len(self.manifest.chunks)))])
+        tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
+        return pl.concat([empty, *tables_of], rechunk=True)
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -194,10 +196,9 @@ class Store(Sealed):
         gathered = torch.empty(len(wanted), width, dtype=dtype) if out is None else out
         if bool((np.diff(home) >= 0).all()):  # in order: each chunk's come together
             cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
+            rows = torch.from_numpy(wanted - (ends - counts)[home])
             for low, high in pairwise(cuts if len(home) else []):
-                place = int(home[low])
-                rows = torch.from_numpy(wanted[low:high] - (ends[place] - counts[place]))
-                self._encoded(place, number, what).decoded(rows, gathered[low:high])
+                self._encoded(int(home[low]), number, what).decoded(rows[low:high], gathered[low:high])
             return gathered
         order = np.argsort(home, kind="stable")
         gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
@@ -207,8 +208,15 @@ class Store(Sealed):
         return [(chunk.keys if what == "key" else chunk.slots)[number] for chunk in self.manifest.chunks]
 
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
-        file, exponents = self._chunk_file(place), f"{number}.{what}_exponents"
-        return Encoded(file[f"{number}.{what}s"], file[exponents] if exponents in file else None)
+        known = self._vectors.get((place, number, what))
+        if known is None:
+            file, name = self._chunk_file(place), f"{number}.{what}_exponents"
+            exponents = file[name] if name in file else None
+            scaled = exponents is not None and bool(exponents.any())
+            known = self._vectors[place, number, what] = Encoded(
+                file[f"{number}.{what}s"], exponents if scaled else None
+            )
+        return known
 
     def _chunk_file(self, place: int) -> TensorFile:
         if place not in self._slot_files:
