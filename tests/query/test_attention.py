@@ -108,10 +108,12 @@ def test_nothing_left_by_a_mask(dual):
     assert attention.total("label", where=pl.col("label") == 99)["total"].to_list() == [0.0] * 48
 
 
-def test_an_empty_batch_of_queries(dual):
-    attention = dual.attend(INPUTS[:0])["2"]
-    assert attention.top(3).height == 0
-    assert attention.top(3).schema == dual.attend(INPUTS)["2"].top(3).schema
+@pytest.mark.parametrize("layer", ["0", "2"])
+def test_an_empty_batch_of_queries(dual, layer):
+    attention = dual.attend(INPUTS[:0])[layer]
+    for how in ({}, {"per": "label"}):
+        assert attention.top(3, **how).height == 0
+        assert attention.top(3, **how).schema == dual.attend(INPUTS)[layer].top(3, **how).schema
     assert attention.total("label").height == 0
     assert attention.top(3, by="label").height == 0
     assert all(scores.shape[:2] == (0, 1) for _, scores in attention.weights())

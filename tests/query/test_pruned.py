@@ -10,9 +10,9 @@ import dualform
 from dualform.errors import QuestionError
 from dualform.query import answers, attention, pruned
 from dualform.query.bounds import Contributions, Products, Seen
-from dualform.query.pruned import Wanted, best_of
+from dualform.query.pruned import Members, Wanted, best_of
 from dualform.query.ranking import ranked_by
-from dualform.query.sketch import sketch
+from dualform.query.sketch import lengths, sketch
 from reference import ranking
 from training import samples, train
 
@@ -27,7 +27,10 @@ def matrix(rows, columns):
 
 def seen(queries, vectors, numbers=None):
     vectors = torch.as_tensor(vectors)
-    known = sketch(len(vectors), vectors.dtype, lambda some, out: vectors[some], [(0, vectors)])
+
+    def known(fine):
+        return sketch(len(vectors), vectors.dtype, lambda some, out: vectors[some], [(0, vectors)], fine=fine)
+
     numbers = torch.arange(len(vectors)) if numbers is None else numbers
     return Seen(torch.as_tensor(queries), known, numbers, lambda some, out: vectors[some])
 
@@ -38,6 +41,7 @@ def always(monkeypatch):
     for module in (answers, attention):
         monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(pruned, "DENSE", 2.0)
+    monkeypatch.setattr(pruned, "ENOUGH", 2)
     return monkeypatch
 
 
@@ -48,15 +52,17 @@ def always(monkeypatch):
     look=st.integers(1, 15),
     block=st.integers(1, 4),
     groups=st.integers(1, 3),
+    at_once=st.sampled_from([0, 1 << 20]),
     way=st.sampled_from(WAYS),
 )
-def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, way):
+def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_once, way):
     codes = torch.arange(len(keys)) * 7 % 5 % groups
+    sizes = {"AT_ONCE": at_once, "QUERIES": block, "TILE": 3, "ENOUGH": 2, "FINE": 3, "LOOK": look, "TIMES": 1}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"QUERIES": block, "TILE": 3, "ENOUGH": 2, "LOOK": look, "TIMES": 1, "DENSE": 2.0}.items():
+        for name, value in {**sizes, "DENSE": 2.0}.items():
             patch.setattr(pruned, name, value)
         numbers = torch.arange(len(keys)) * 2  # numbers are not places
-        wanted = Wanted(k, way, numbers, codes if groups > 1 else None, groups)
+        wanted = Wanted(k, way, Members(numbers, codes if groups > 1 else None, groups))
         found = best_of(Products(seen(queries, keys), way), len(queries), wanted, torch.float64)
     scores = torch.from_numpy(queries @ keys.T)
     for group, best in enumerate(found):
@@ -88,7 +94,9 @@ def test_no_score_is_beyond_its_bound(dtype, scale, way):
     }
     for bounds, scores in plain.items():
         torch.testing.assert_close(bounds.exact(here, places), scores[2:7, 10:290], rtol=1e-4, atol=1e-4 * scale)
-        assert (ranked_by(scores[2:7, 10:290], way) <= bounds.bound(here, places)).all()
+        for fine in (False, True):
+            for some in (places, slice(10, 290)):
+                assert (ranked_by(scores[2:7, 10:290], way) <= bounds.bound(here, some, fine=fine)[1]).all()
         assert (scores.abs() <= bounds.sizes[:, None] * bounds.lengths).all()
 
 
@@ -96,13 +104,33 @@ def test_a_sketch_bounds_inner_products():
     generator = torch.Generator().manual_seed(0)
     few = torch.randn(500, 6, generator=generator) @ torch.randn(6, 50, generator=generator)
     keys, queries = few[:400] + 0.1 * torch.randn(400, 50, generator=generator), few[400:]
-    both = seen(queries, keys)
-    off = (queries.double() @ keys.double().T - both.near[:, :-1].double() @ both.table[:, :-1].double().T).abs()
-    assert (off <= both.near[:, -1:] * both.table[:, -1]).all()
-    assert (both.table[:, -1] < 0.3 * both.lengths).all()  # that is what makes it worth while
+    for fine in (False, True):
+        own, some = seen(queries, keys).both(slice(0, 100), slice(0, 400), fine=fine)
+        off = (queries.double() @ keys.double().T - own.near.double() @ some.near.double().T).abs()
+        assert (off <= own.rest[:, None] * some.rest).all()
+        assert (some.rest < 0.3 * lengths(some)).all()  # that is what makes it worth while
 
 
-def test_few_keys_are_read():
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_a_fine_sketch_allows_for_its_few_bits(scale):
+    """Vectors that have no rest: what is seen of them is off by rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, 48, generator=generator) * scale for n in (2000, 50))
+    own, some = seen(queries, keys).both(slice(0, 50), slice(0, 2000), fine=True)
+    assert own.near.shape[1] == 48
+    off = (queries.double() @ keys.double().T - own.near.double() @ some.near.double().T).abs()
+    allowed = own.rest[:, None].double() * some.rest.double()
+    assert (off <= allowed).all()
+    assert (off > 0).any()
+    # the worst case: each coordinate is as far from eight bits as can be
+    worst = torch.full((1, 48), (1 + 2**-8) * scale)
+    own, some = seen(worst, worst).both(slice(0, 1), slice(0, 1), fine=True)
+    assert (worst.double() @ worst.double().T - own.near.double() @ some.near.double().T).abs() <= own.rest * some.rest
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 22])
+def test_few_keys_are_read(monkeypatch, at_once):
+    monkeypatch.setattr(pruned, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     keys = torch.rand(20_000, 4, generator=generator) @ torch.randn(4, 60, generator=generator)
     queries, read = keys[:5] + 0.01, []
@@ -112,15 +140,18 @@ def test_few_keys_are_read():
             read.append(len(places))
             return super().exact(queries, places)
 
-    [best] = best_of(Counted(seen(queries, keys), "highest"), 5, Wanted(3, "highest", torch.arange(20_000)), keys.dtype)
+    wanted = Wanted(3, "highest", Members(torch.arange(20_000)))
+    [best] = best_of(Counted(seen(queries, keys), "highest"), 5, wanted, keys.dtype)
     assert torch.equal(best.numbers, (queries @ keys.T).topk(3, dim=1).indices)
     assert sum(read) < 500
 
 
-def test_bounds_that_tell_nothing_are_given_up():
+def test_bounds_that_tell_nothing_are_given_up(monkeypatch):
     keys = torch.nn.functional.normalize(torch.randn(3000, 200, generator=torch.Generator().manual_seed(0)), dim=1)
     bounds = Products(seen(keys[:2], keys), "lowest")
-    assert best_of(bounds, 2, Wanted(900, "lowest", torch.arange(3000)), keys.dtype) is None
+    for at_once in (0, 1 << 20):
+        monkeypatch.setattr(pruned, "AT_ONCE", at_once)
+        assert best_of(bounds, 2, Wanted(900, "lowest", Members(torch.arange(3000))), keys.dtype) is None
 
 
 @pytest.mark.parametrize("small", [0, 1000])
@@ -136,7 +167,9 @@ def test_best_refuses_what_top_refuses(tmp_path, monkeypatch, small, k, way):
 @pytest.mark.parametrize("question", ["attend", "contributions"])
 @pytest.mark.parametrize("way", [{}, {"lowest": True}, {"absolute": True}, {"where": pl.col("label") != 1}])
 @pytest.mark.parametrize("per", [{}, {"per": "label"}])
-def test_answers_are_those_of_all_scores(tmp_path, always, question, way, per):
+@pytest.mark.parametrize("at_once", [0, 1 << 22])
+def test_answers_are_those_of_all_scores(tmp_path, always, question, way, per, at_once):
+    always.setattr(pruned, "AT_ONCE", at_once)
     dual = train(tmp_path / "run").dual
     for moment in (dual, dual.until(5)):
         for layer in dual.layers:
@@ -154,8 +187,11 @@ def test_answers_are_those_of_all_scores(tmp_path, always, question, way, per):
 
 @pytest.mark.parametrize("k", [1, 3, 7, 1000])
 @pytest.mark.parametrize("way", [{}, {"lowest": True}, {"absolute": True}])
-def test_keys_that_several_slots_share(tmp_path, always, k, way):
+@pytest.mark.parametrize("at_once", [0, 1 << 22])
+def test_keys_that_several_slots_share(tmp_path, always, k, way, at_once):
     """The input layer sees each sample again and again: its keys are multiplied once."""
+    always.setattr(pruned, "AT_ONCE", at_once)
+    always.setattr(pruned, "QUERIES", 2)
     dual = train(tmp_path / "run", steps=12).dual
     assert dual.store.key_count("0") < dual.store.slots("0")
     for moment in (dual, dual.until(7)):
@@ -191,6 +227,21 @@ def test_as_many_slots_as_keys_are_not_the_keys(always, epochs, epoch):
     where, queries = pl.col("epoch") == epoch, torch.randn(5, 6)
     attention = epochs.attend(queries)["0"]
     assert attention.best(3, where=where).slots.equal(attention._multiplied(3, "highest", where).slots)
+
+
+@pytest.mark.parametrize("k", [1, 2, 9, 70])
+@pytest.mark.parametrize("per", ["label", "epoch", ["epoch", "label"]])
+@pytest.mark.parametrize("at_once", [0, 1 << 22])
+def test_the_best_of_each_group_where_slots_share_keys(always, epochs, k, per, at_once):
+    """By label a key is in one group, by epoch in three."""
+    for name, value in {"AT_ONCE": at_once, "LOOK": 4, "TIMES": 1, "QUERIES": 2}.items():
+        always.setattr(pruned, name, value)
+    queries = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    bounded = epochs.attend(queries)["0"].top(k, per=per)
+    always.setattr(attention.LayerAttention, "_pruned", lambda *_: None)
+    plain = epochs.attend(queries)["0"].top(k, per=per)
+    assert bounded.drop("weight").equals(plain.drop("weight"))
+    assert np.allclose(bounded["weight"], plain["weight"], rtol=1e-5)
 
 
 def test_before_the_first_step_there_is_nothing_to_rank(always, epochs):

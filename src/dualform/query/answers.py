@@ -20,7 +20,7 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.query.groups import Groups
 from dualform.query.masks import Bools, Mask
-from dualform.query.pruned import Bounds, Wanted, best_of
+from dualform.query.pruned import Bounds, Members, Wanted, best_of
 from dualform.query.ranking import Best, Way, ranked_by
 from dualform.query.remembered import remembered
 from dualform.query.sketch import MOST
@@ -57,6 +57,11 @@ class Ranked(NamedTuple):
         if not pieces:
             return Ranked(torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=dtype))
         return Ranked(torch.cat([p.slots for p in pieces]), torch.cat([p.scores for p in pieces]))
+
+    @staticmethod
+    def beside(pieces: Sequence[Ranked]) -> Ranked:
+        """Those of the same queries, one after the other."""
+        return Ranked(torch.cat([p.slots for p in pieces], 1), torch.cat([p.scores for p in pieces], 1))
 
 
 class Sorted(NamedTuple):
@@ -135,7 +140,7 @@ class Answer(ABC):
         if per is not None:
             return self._top_per(k, per, where, way)
         ranked = self.best(k, where=where, absolute=absolute, lowest=lowest)
-        return self._described(self._frame(slice(0, self._address.height), ranked))
+        return self._described(self._frame(ranked))
 
     def best(
         self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
@@ -165,40 +170,39 @@ class Answer(ABC):
         fits = self._bounded and SMALL <= self._store.slots(self.layer.name) <= MOST
         if not fits or (groups is not None and len(groups) > FEW_GROUPS):
             return None
-        places, codes = self._taking_part(where, groups)
-        if not len(places):
-            return None
-        bounds = self._bounds(places, way)
+        members = self._members(where, groups)
+        bounds = self._bounds(members.numbers, way) if len(members.numbers) else None
         if bounds is None:
             return None
-        wanted = Wanted(k, way, places, codes, 1 if groups is None else len(groups))
-        return best_of(bounds, self._address.height, wanted, self._dtype)
+        return best_of(bounds, self._address.height, Wanted(k, way, members), self._dtype)
 
-    def _taking_part(self, where: pl.Expr | str | None, groups: Groups | None) -> tuple[Tensor, Tensor | None]:
-        """The numbers of the slots that take part, (n,), and the group of each."""
-        chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
-        total, none = sum(chunk.slots for chunk in chunks), np.zeros(0, dtype=np.int64)
-        codes = None if groups is None else torch.from_numpy(np.concatenate([none, *map(groups, chunks)]))
+    def _members(self, where: pl.Expr | str | None, groups: Groups | None) -> Members:
+        """The slots that take part, with their groups."""
+        name, by = self.layer.name, () if groups is None else tuple(groups.by)
+        every = remembered(self._store, ("members", name, by), lambda: self._all_members(groups), self._end)
         if where is None:
-            return torch.arange(total), codes
+            return every
         mask = Mask(self._store, where, self._end)
-        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([none, *map(mask, chunks)])))
-        return numbers, None if codes is None else codes[numbers]
+        kept = [mask(chunk) for chunk in self._store.addresses(name, end_step=self._end)]
+        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([np.zeros(0, dtype=bool), *kept])))
+        return Members(numbers, None if every.codes is None else every.codes[numbers], every.groups)
+
+    def _all_members(self, groups: Groups | None) -> Members:
+        chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
+        numbers = torch.arange(sum(chunk.slots for chunk in chunks))
+        return Members(numbers) if groups is None else Members(numbers, groups.of_slots(chunks), len(groups))
 
     def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._needs_scan("single slots")
         groups = self._groups(per)
-        frames = [self._frame(slice(0, 0), Ranked.join([], self._dtype))]
-        whole = slice(0, self._address.height)
         found = self._pruned(k, way, where, groups)
-        if found is None:
-            for queries in self._query_blocks(k * len(groups)):
-                bests = self._multiplied_per(queries, k, way, where, groups)
-                frames += [self._frame(queries, Ranked(best.numbers, best.values)) for best in bests]
-        else:
-            frames += [self._frame(whole, Ranked(best.numbers, best.values)) for best in found]
-        names = ["slot_position" if name == "position" else name for name in groups.by]
-        return self._described(pl.concat(frames)).sort([*self._address.columns, *names, "rank"])
+        blocks = [] if found is not None else self._query_blocks(k * len(groups))
+        pieces = [found or [], *(self._multiplied_per(queries, k, way, where, groups) for queries in blocks)]
+        # The best of one group beside those of the next, for groups are in the order of their values
+        ranked = [Ranked.beside([Ranked(b.numbers, b.values) for b in bests]) for bests in pieces if bests]
+        widths = [best.scores.shape[1] for best in next(filter(None, pieces), [])]
+        ranks = np.concatenate([np.arange(1, width + 1) for width in (0, *widths)])
+        return self._described(self._frame(Ranked.join(ranked, self._dtype), ranks))
 
     def _groups(self, by: str | Sequence[str]) -> Groups:
         store, name, end = self._store, self.layer.name, self._end
@@ -218,7 +222,7 @@ class Answer(ABC):
 
     def _described(self, frame: pl.DataFrame) -> pl.DataFrame:
         found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
-        return frame.join(found, on="slot", how="left", maintain_order="left")
+        return frame.hstack(found.drop("slot").get_columns())
 
     def total(
         self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False
@@ -363,18 +367,22 @@ class Answer(ABC):
         best = Best(len(sums.totals), k, torch.float64)
         ranked = sums.totals[:, there]
         best.add(-ranked if lowest else ranked, torch.arange(len(there)), ranked)
-        frame = self._frame(slice(0, len(sums.totals)), Ranked(best.numbers, best.values))
+        frame = self._frame(Ranked(best.numbers, best.values))
         described = sums.described.with_columns(pl.Series("visits", sums.visits.numpy()))
         found = described[there[torch.from_numpy(frame["slot"].to_numpy().copy())].numpy()]
         return pl.concat([frame.drop("slot"), found], how="horizontal")
 
-    def _frame(self, queries: slice, ranked: Ranked) -> pl.DataFrame:
+    def _frame(self, ranked: Ranked, ranks: np.ndarray[Any, np.dtype[np.int64]] | None = None) -> pl.DataFrame:
+        """A line for each query and one of its best slots. ranks: (k,), if they are not 1 to k."""
         count, k = ranked.slots.shape
-        address = self._address[queries][np.repeat(np.arange(count), k)]
-        return address.with_columns(
-            pl.Series("rank", np.tile(np.arange(1, k + 1), count), pl.Int64),
-            pl.Series(self.value, ranked.scores.reshape(-1).numpy()),
-            pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
+        address = [pl.Series(one.name, np.repeat(one.to_numpy(), k), pl.Int64) for one in self._address]
+        return pl.DataFrame(
+            [
+                *address,
+                pl.Series("rank", np.tile(np.arange(1, k + 1) if ranks is None else ranks, count), pl.Int64),
+                pl.Series(self.value, ranked.scores.reshape(-1).numpy()),
+                pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
+            ]
         )
 
 

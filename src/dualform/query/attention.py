@@ -13,11 +13,12 @@ from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
-from dualform.query.answers import FEW_GROUPS, SMALL, Answer, Ranked, Scores, check
+from dualform.query.answers import FEW_GROUPS, SMALL, Answer, Ranked, Scores
 from dualform.query.bounds import Products, seen
 from dualform.query.groups import Groups
 from dualform.query.pruned import Bounds, Wanted, best_of, spread
 from dualform.query.ranking import Best, Way, ranked_by
+from dualform.query.remembered import remembered
 from dualform.query.sketch import MOST
 from dualform.query.visits import Visits, keys_of, visits_of
 from dualform.store.heap import Room
@@ -54,22 +55,22 @@ class LayerAttention(Answer):
         """Every attention weight, chunk by chunk: (slots (m,), weights (examples, positions, m))."""
         return self._scores(where)
 
-    def best(
-        self, k: int, *, where: pl.Expr | str | None = None, absolute: bool = False, lowest: bool = False
-    ) -> Ranked:
-        """As top(k), but bare numbers: for many queries, where a frame with every slot's columns would be too much."""
-        way = check(k, absolute, lowest)
-        store = self._store
-        if where is not None or store.manifest.keep == "totals" or not store.has_equal_keys(self.layer.name):
-            return super().best(k, where=where, absolute=absolute, lowest=lowest)
-        visits = visits_of(store, self.layer.name, self._end)
-        if not visits.in_order:  # then ties among keys are not those among slots
-            return super().best(k, absolute=absolute, lowest=lowest)
-        bounds = self._products(visits.visited, way) if SMALL <= len(visits.visited) <= MOST else None
-        wanted = Wanted(k, way, visits.visited)
-        found = None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
-        every = self._best_keys(visits, k, way) if found is None else found[0]
-        slots = spread(every, visits.slots_of, k)
+    def _pruned(self, k: int, way: Way, where: pl.Expr | str | None, groups: Groups | None) -> list[Best] | None:
+        store, name = self._store, self.layer.name
+        if where is not None or not store.has_equal_keys(name) or (groups is not None and len(groups) > FEW_GROUPS):
+            return super()._pruned(k, way, where, groups)
+        visits, by = visits_of(store, name, self._end), () if groups is None else tuple(groups.by)
+        shared = remembered(store, ("shared keys", name, by), lambda: visits.shared(groups), self._end)
+        bounds = self._products(shared.keys, way) if max(1, SMALL) <= len(shared.keys) <= MOST else None
+        wanted = Wanted(k, way, shared.members)
+        return None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
+
+    def _multiplied(self, k: int, way: Way, where: pl.Expr | str | None) -> Ranked:
+        equal = where is None and self._store.has_equal_keys(self.layer.name)
+        visits = visits_of(self._store, self.layer.name, self._end) if equal else None
+        if visits is None or not visits.in_order:  # else ties among keys are not those among slots
+            return super()._multiplied(k, way, where)
+        [slots] = spread([self._best_keys(visits, k, way)], visits.slots_of, k)
         return Ranked(slots.numbers, slots.values)
 
     def _best_keys(self, visits: Visits, k: int, way: Way) -> Best:

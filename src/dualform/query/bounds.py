@@ -10,12 +10,13 @@ from torch import Tensor
 from dualform.layers.streams import Layer
 from dualform.query.ranking import Way, ranked_by
 from dualform.query.remembered import remembered
-from dualform.query.sketch import Sketch, lengths, sketch
+from dualform.query.sketch import DIRECTIONS, FINE_BYTES, Glimpse, Sketch, lengths, sketch
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 
 Gather = Callable[[Tensor, Tensor | None], Tensor]
 """Numbers (n,) → vectors (n, d), in memory that is given or in their own."""
+Places = Tensor | slice
 READ = 1024
 """So many vectors are read at a time: they stay in the cache."""
 
@@ -28,58 +29,98 @@ def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor
     def gather(some: Tensor, out: Tensor | None = None) -> Tensor:
         return store.gather(place, what, some.numpy(), dtype, out)
 
-    def make() -> Sketch:
-        count = store.key_count(layer.name) if what == "key" else store.slots(layer.name)
-        return sketch(count, dtype, gather, store.passing(layer.name, what, dtype))
+    def known(fine: bool) -> Sketch:
+        def make() -> Sketch:
+            count = store.key_count(layer.name) if what == "key" else store.slots(layer.name)
+            return sketch(count, dtype, gather, store.passing(layer.name, what, dtype), fine=fine)
 
-    return Seen(queries, remembered(store, ("sketch", layer.name, what, dtype), make), numbers, gather)
+        return remembered(store, ("sketch", layer.name, what, dtype, fine), make)
+
+    return Seen(queries, known, numbers, gather)
 
 
 class Seen:
     """Queries (n, d) beside some of the vectors of a sketch: those with these numbers, in any order and with repetitions."""
 
-    def __init__(self, queries: Tensor, known: Sketch, numbers: Tensor, gather: Gather):
-        self.queries, self._numbers, self._gather = queries, numbers, gather
-        self.near = known.of(queries)
+    def __init__(self, queries: Tensor, known: Callable[[bool], Sketch], numbers: Tensor, gather: Gather):
+        """known: the sketch of all vectors, or the fine one, which is made when it is first needed."""
+        self.queries, self._known, self._numbers, self._gather = queries, known, numbers, gather
         # as many need not be the same: an epoch has as many slots as there are keys, in another order
-        everything = len(numbers) == len(known.table) and _counts_up(numbers)
-        self.table = known.table if everything else known.table[numbers]
-        self.lengths = known.lengths if everything else known.lengths[numbers]
+        self._in_order = _counts_up(numbers)
+        self._own: dict[bool, Glimpse] = {}
+        # of few dimensions, a sketch shows all; of very many vectors, a fine one has no more room than the first
+        self._finer = queries.shape[1] > DIRECTIONS and len(numbers) <= FINE_BYTES // (4 * DIRECTIONS)
         self._room = Room(queries.dtype)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(slots,): at least those of the vectors."""
+        return self._known(False).lengths[self._chosen(slice(0, len(self._numbers)))]
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,): at least those of the queries."""
+        return lengths(self.own(fine=False))
+
+    def own(self, *, fine: bool) -> Glimpse:
+        """The queries."""
+        if fine not in self._own:
+            self._own[fine] = self._known(fine).of(self.queries)
+        return self._own[fine]
+
+    def both(self, queries: slice, places: Places, *, fine: bool) -> tuple[Glimpse, Glimpse]:
+        """Some queries and some of the vectors."""
+        fine = fine and self._finer
+        own, known, here = self.own(fine=fine), self._known(fine).seen, self._chosen(places)
+        near, rest = (t[here] if isinstance(here, slice) else t.index_select(0, here) for t in known)
+        return Glimpse(own.near[queries], own.rest[queries]), Glimpse(near.to(own.near.dtype), rest)
+
+    def _chosen(self, places: Places) -> Places:
+        return places if self._in_order else self._numbers[places]
 
     def products(self, queries: slice, places: Tensor) -> Tensor:
         """In full, (queries, slots). A vector that several slots share is read once."""
-        numbers, back = torch.unique(self._numbers[places], return_inverse=True)
+        numbers, back = self._numbers[places], None
+        if not bool((numbers.diff() > 0).all()):
+            numbers, back = torch.unique(numbers, return_inverse=True)
         some = self.queries[queries]
         found = some.new_empty(len(some), len(numbers))
         for low in range(0, len(numbers), READ):
             here = numbers[low : low + READ]
             found[:, low : low + READ] = some @ self._gather(here, self._room(len(here), some.shape[1])).T
-        return found if _counts_up(back) else found[:, back]
+        return found if back is None else found[:, back]
 
 
 def _counts_up(numbers: Tensor) -> bool:
     """Whether they are 0, 1, 2, …"""
-    return torch.equal(numbers, torch.arange(len(numbers)))
+    some = numbers.numpy()
+    return not len(some) or bool(some[0] == 0 and some[-1] == len(some) - 1 and (some[1:] > some[:-1]).all())
 
 
 class Products:
     """Key · query."""
 
     def __init__(self, keys: Seen, way: Way):
-        self._keys, self._way, self._room = keys, way, Room(keys.queries.dtype)
-        self.lengths, self.sizes = keys.lengths, lengths(keys.near)
+        self._keys, self._way = keys, way
+        self._rooms = [Room(keys.queries.dtype) for _ in range(2)]
 
-    def bound(self, queries: slice, places: Tensor) -> Tensor:
-        """No score ranks above this, (queries, slots). Good until the next is asked for."""
-        some, table = self._keys.near[queries], self._keys.table[places]
-        room = self._room(len(some), len(table))
-        if self._way == "lowest":
-            some = torch.cat([-some[:, :-1], some[:, -1:]], 1)
-        if self._way != "absolute":
-            return torch.mm(some, table.T, out=room)
-        torch.mm(some[:, :-1], table[:, :-1].T, out=room)
-        return room.abs_().addr_(some[:, -1], table[:, -1])
+    @property
+    def lengths(self) -> Tensor:
+        """(slots,)"""
+        return self._keys.lengths
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+        return self._keys.sizes
+
+    def bound(self, queries: slice, places: Places, *, fine: bool = False) -> tuple[Tensor, Tensor]:
+        """What the scores seem to be, and what none ranks above, (queries, slots) each. Good until the next are asked for."""
+        own, keys = self._keys.both(queries, places, fine=fine)
+        rooms = [room(len(own.rest), len(keys.rest)) for room in self._rooms]
+        guess = torch.mm(-own.near if self._way == "lowest" else own.near, keys.near.T, out=rooms[0])
+        guess = guess.abs_() if self._way == "absolute" else guess
+        return guess, torch.addr(guess, own.rest, keys.rest, out=rooms[1])
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots)."""
@@ -92,21 +133,30 @@ class Contributions:
     def __init__(self, keys: Seen, errors: Seen, weight: Tensor, bias: Tensor, way: Way):
         self._keys, self._errors, self._weight, self._bias, self._way = keys, errors, weight, bias, way
         self._rooms = [Room(weight.dtype) for _ in range(4)]
-        self.lengths = (keys.lengths * weight.abs() + bias.abs()) * errors.lengths
-        self.sizes = lengths(keys.near).clamp(min=1) * lengths(errors.near)
 
-    def bound(self, queries: slice, places: Tensor) -> Tensor:
+    @property
+    def lengths(self) -> Tensor:
+        """(slots,)"""
+        return (self._keys.lengths * self._weight.abs() + self._bias.abs()) * self._errors.lengths
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+        return self._keys.sizes.clamp(min=1) * self._errors.sizes
+
+    def bound(self, queries: slice, places: Places, *, fine: bool = False) -> tuple[Tensor, Tensor]:
         """|a b − near_a near_b| ≤ off_a |near_b| + |near_a| off_b + off_a off_b."""
         near, off = [], []
         for seen, first in ((self._keys, 0), (self._errors, 2)):
-            some, table = seen.near[queries], seen.table[places]
-            rooms = [room(len(some), len(table)) for room in self._rooms[first : first + 2]]
-            near.append(torch.mm(some[:, :-1], table[:, :-1].T, out=rooms[0]))
-            off.append(torch.mul(some[:, -1:], table[:, -1], out=rooms[1]))
+            own, some = seen.both(queries, places, fine=fine)
+            rooms = [room(len(own.rest), len(some.rest)) for room in self._rooms[first : first + 2]]
+            near.append(torch.mm(own.near, some.near.T, out=rooms[0]))
+            off.append(torch.mul(own.rest[:, None], some.rest, out=rooms[1]))
         near[0].mul_(self._weight[places]).add_(self._bias[places])
         off[0].mul_(self._weight[places].abs())
-        bound = ranked_by(near[0] * near[1], self._way).addcmul_(near[0].abs_(), off[1])
-        return bound.addcmul_(off[0], off[1].add_(near[1].abs_()))
+        guess = ranked_by(near[0] * near[1], self._way)
+        bound = torch.addcmul(guess, near[0].abs_(), off[1])
+        return guess, bound.addcmul_(off[0], off[1].add_(near[1].abs_()))
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots)."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
+from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.store.reader import Store
@@ -51,6 +53,10 @@ class Groups:
         if self._codes is not None:
             return self._codes[chunk.rows()]
         return self._by_slot[chunk.first_slot]
+
+    def of_slots(self, chunks: Sequence[SlotChunk]) -> Tensor:
+        """The same for all slots of some chunks."""
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *map(self, chunks)]))
 
     def described(self) -> pl.DataFrame:
         """The groups with those other columns that are the same for all rows of a group (a sample's label)."""

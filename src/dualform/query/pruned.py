@@ -5,8 +5,9 @@ Nothing is approximate. A slot is left out only if its bound is below the k-th b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -15,14 +16,20 @@ from torch import Tensor
 
 from dualform.query.ranking import Best, Way, ranked_by
 
+AHEAD = 1.25
+"""A first look at so many slots for each one wanted, those that look best, shows which scores are needed."""
+AT_ONCE = 1 << 22
+"""Up to so many bounds, of all queries and slots, are computed at once."""
 QUERIES = 256
-"""At most so many go together."""
+"""Of more queries, at most so many go together."""
 TILE, WIDE = 1 << 19, 1 << 15
-"""So many bounds are computed at a time, of so many slots: they stay in the cache."""
+"""So many bounds are then computed at a time, of so many slots: they stay in the cache."""
+LOOK, TIMES = 1 << 14, 32
+"""The first look is then at so many slots only, the longest, or at this many for each one wanted."""
 ENOUGH = 4096
 """When so many slots have passed, they are looked at."""
-LOOK, TIMES = 1 << 14, 32
-"""A first look at so many slots, the longest, or at this many for each one wanted, shows which scores are needed."""
+MANY, FINE = 1024, 4096
+"""If more slots have passed than this, finer bounds decide which of them are read; so many slots at a time."""
 DENSE = 0.25
 """If more than this part of the slots passes, bounds do not pay."""
 
@@ -30,108 +37,217 @@ DENSE = 0.25
 class Bounds(Protocol):
     """What is known of scores. Slots are given by their places among those that take part. |score| ≤ length × size."""
 
-    lengths: Tensor
-    """(slots,)"""
-    sizes: Tensor
-    """(queries,)"""
+    @property
+    def lengths(self) -> Tensor:
+        """(slots,)"""
 
-    def bound(self, queries: slice, places: Tensor) -> Tensor:
-        """No score ranks above this, (queries, slots). Good until the next is asked for."""
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+
+    def bound(self, queries: slice, places: Tensor | slice, *, fine: bool = False) -> tuple[Tensor, Tensor]:
+        """What scores seem to be, and what none ranks above, (queries, slots) each. Good until the next are asked for."""
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots); places ascend."""
 
 
+@dataclass(frozen=True, eq=False)
+class Members:
+    """What takes part: slots, or keys that stand for several slots."""
+
+    numbers: Tensor
+    """(n,), ascending"""
+    codes: Tensor | None = None
+    """(n,): the group of each; None: all are one."""
+    groups: int = 1
+    visits: Tensor | None = None
+    """(n,): for how many slots each stands, whose numbers are then 0, 1, 2, …; None: for one."""
+    slots_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """From some numbers (m,) to how many slots each has, (m,), and all these slots, one's after the other's, ascending."""
+
+    @cached_property
+    def by_group(self) -> list[Tensor]:
+        """The places of each group, ascending."""
+        return self.grouped(torch.arange(len(self.numbers)))
+
+    def grouped(self, places: Tensor) -> list[Tensor]:
+        """Which of some places are in each group, ascending."""
+        if self.codes is None:
+            return [torch.arange(len(places))]
+        codes = self.codes[places]
+        few = codes.numpy().astype(np.uint8) if self.groups <= 256 else codes.numpy()  # is sorted in linear time
+        order = torch.from_numpy(np.argsort(few, kind="stable"))
+        return list(torch.split(order, torch.bincount(codes, minlength=self.groups).tolist()))
+
+    @cached_property
+    def typical_visits(self) -> int:
+        """For how many slots most of them stand, at least."""
+        return 1 if self.visits is None else int(self.visits.median())
+
+
 @dataclass(frozen=True)
 class Wanted:
-    """The k best of each group of slots."""
+    """The k best slots of each group."""
 
     k: int
     way: Way
-    numbers: Tensor
-    """(slots,): of those that take part, ascending."""
-    codes: Tensor | None = None
-    """(slots,): the group of each; None: all are one."""
-    groups: int = 1
+    members: Members
 
-    def members(self, group: int, places: Tensor) -> Tensor:
-        """Which of some slots are in a group."""
-        return torch.arange(len(places)) if self.codes is None else torch.nonzero(self.codes[places] == group)[:, 0]
+    def nothing(self, queries: int, dtype: torch.dtype) -> list[Best]:
+        """The best of each group, before any was seen."""
+        return [Best(queries, self.k, dtype) for _ in range(self.members.groups)]
+
+    def add(self, bests: list[Best], places: Tensor, scores: Tensor) -> None:
+        """scores: (queries, n); places ascend, above all that came before."""
+        numbers = self.members.numbers[places]
+        for best, mine in zip(bests, self.members.grouped(places), strict=True):
+            some = scores if len(bests) == 1 else scores.index_select(1, mine)
+            best.add(ranked_by(some, self.way), numbers[mine], some)
+
+    def least(self, places: Tensor, scores: Tensor) -> Tensor:
+        """What a score must reach to be among the best, as far as these scores (queries, n) tell, (queries, groups)."""
+        ranked = ranked_by(scores, self.way)
+        found = [self.kth(ranked.index_select(1, mine), places[mine]) for mine in self.members.grouped(places)]
+        return torch.stack(found, 1)
+
+    def kth(self, ranked: Tensor, places: Tensor) -> Tensor:
+        """The score of the k-th best slot of each query, (queries,). ranked: (queries, n); places: (n,) or (queries, n)."""
+        lowest = ranked.new_full((len(ranked),), -torch.inf)
+        if self.members.visits is None:
+            return ranked.topk(self.k, dim=1).values[:, -1] if ranked.shape[1] >= self.k else lowest
+        ranked, order = ranked.sort(dim=1, descending=True)
+        enough = self.members.visits[places.expand(order.shape).gather(1, order)].cumsum(1) >= self.k
+        return torch.cat([lowest[:, None], ranked.where(enough, -torch.inf)], 1).amax(1)
+
+    def slots(self, bests: list[Best]) -> list[Best]:
+        """From the best members of each group to its best slots."""
+        slots_of = self.members.slots_of
+        if slots_of is None:
+            return bests
+        return spread([self._enough(best) for best in bests], slots_of, self.k)
+
+    def _enough(self, best: Best) -> Best:
+        """Those whose slots may be among the k best."""
+        reaching = ~(best.scores < self.kth(best.scores, best.numbers)[:, None])
+        return best.first(int(reaching.sum(1).max()))
+
+    def looking_best(self, guess: Tensor, by_group: Sequence[Tensor]) -> Tensor:
+        """Which of some slots to look at first, ascending. guess: (queries, n). by_group: of these n, those of each group."""
+        count = int(AHEAD * self.k / self.members.typical_visits) + 1
+        found = [torch.zeros(0, dtype=torch.int64)]
+        for mine in by_group:
+            some = (guess if len(by_group) == 1 else guess.index_select(1, mine)).numpy()
+            rest = max(0, len(mine) - count)
+            best = np.argpartition(some, rest, axis=1)[:, rest:] if rest else np.arange(len(mine))
+            found.append(mine[torch.from_numpy(best.reshape(-1))])
+        places: Tensor = torch.unique(torch.cat(found))
+        return places
+
+    def reach(self, bound: Tensor, places: Tensor | slice, least: Tensor) -> Tensor:
+        """Which of some slots may be among the best of any query, (n,)."""
+        codes = self.members.codes
+        beyond = bound.sub_(least if codes is None else least.index_select(1, codes[places]))
+        return ~((beyond.amax(0) if len(beyond) > 1 else beyond[0]) < 0)
 
 
 def best_of(bounds: Bounds, queries: int, wanted: Wanted, dtype: torch.dtype) -> list[Best] | None:
     """For each group, the best slots of each query; None if bounds do not pay."""
-    looked = min(len(wanted.numbers), max(LOOK, TIMES * wanted.k * wanted.groups))
+    members = wanted.members
+    total = len(members.numbers)
+    if 0 < queries * total <= AT_ONCE:
+        found = _at_once(bounds, slice(0, queries), wanted, dtype)
+        return None if found is None else wanted.slots(found)
+    looked = min(total, max(LOOK, TIMES * wanted.k * members.groups))
     longest = bounds.lengths.topk(looked).indices.sort().values
     size = max(1, min(QUERIES, 8 * TILE // max(1, looked)))
     pieces = []
     for first in range(0, queries, size):
-        found = _of_some(bounds, slice(first, min(first + size, queries)), wanted, longest, dtype)
+        found = _in_tiles(bounds, slice(first, min(first + size, queries)), wanted, longest, dtype)
         if found is None:
             return None
-        pieces.append(found)
-    return [Best.join([piece[group] for piece in pieces], wanted.k, dtype) for group in range(wanted.groups)]
+        pieces.append(wanted.slots(found))
+    return [Best.join([piece[group] for piece in pieces], wanted.k, dtype) for group in range(members.groups)]
 
 
-def _of_some(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:
-    total, count = len(wanted.numbers), queries.stop - queries.start
-    least = _least(bounds, queries, longest, wanted)
-    shortest = (least.amin(1) / bounds.sizes[queries]).amin()
-    long = torch.nonzero(~(bounds.lengths < shortest))[:, 0]
-    bests, passed = [Best(count, wanted.k, dtype) for _ in range(wanted.groups)], [torch.zeros(0, dtype=torch.int64)]
-    size, read, waiting = max(1, min(WIDE, TILE // count)), 0, 0
-    for low in range(0, len(long), size):
-        places = long[low : low + size]
-        beyond = bounds.bound(queries, places).sub_(least if wanted.codes is None else least[:, wanted.codes[places]])
-        passed.append(places[~(beyond.amax(0) < 0)])
-        waiting += len(passed[-1])
-        if read + waiting > DENSE * total:
-            return None
-        if waiting >= ENOUGH:
-            _look(bounds, queries, torch.cat(passed), wanted, bests, least)
-            passed, read, waiting = [], read + waiting, 0
-    _look(bounds, queries, torch.cat([*passed, long[:0]]), wanted, bests, least)
+def _at_once(bounds: Bounds, queries: slice, wanted: Wanted, dtype: torch.dtype) -> list[Best] | None:
+    total, count = len(wanted.members.numbers), queries.stop - queries.start
+    everything = slice(0, total)
+    guess, bound = bounds.bound(queries, everything)
+    looked = wanted.looking_best(guess, wanted.members.by_group)
+    if len(looked) > DENSE * total:
+        return None
+    known = bounds.exact(queries, looked)
+    least = wanted.least(looked, known)
+    passed = wanted.reach(bound, everything, least)
+    passed[looked] = False
+    places = _finer(bounds, queries, torch.nonzero(passed)[:, 0], wanted, least)
+    if len(places) + len(looked) > DENSE * total:
+        return None
+    places, order = torch.cat([looked, places]).sort()
+    bests = wanted.nothing(count, dtype)
+    wanted.add(bests, places, torch.cat([known, bounds.exact(queries, places[order >= len(looked)])], 1)[:, order])
     return bests
 
 
-def _look(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted, bests: list[Best], least: Tensor) -> None:
-    """Compute scores in full."""
-    scores = bounds.exact(queries, places)
-    for group, best in enumerate(bests):
-        mine = wanted.members(group, places)
-        some = scores if len(mine) == len(places) else scores[:, mine]
-        best.add(ranked_by(some, wanted.way), wanted.numbers[places[mine]], some)
-        if best.scores.shape[1] == wanted.k:
-            least[:, group] = torch.maximum(least[:, group], best.scores[:, -1])
+def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:
+    members, count = wanted.members, queries.stop - queries.start
+    guess, _ = bounds.bound(queries, longest)
+    looked = longest[wanted.looking_best(guess, members.grouped(longest))]
+    if len(looked) > DENSE * len(members.numbers):
+        return None
+    least = wanted.least(looked, bounds.exact(queries, looked))
+    shortest = (least.amin(1) / bounds.sizes[queries]).amin()
+    long = torch.nonzero(~(bounds.lengths < shortest))[:, 0]
+    size = max(1, min(WIDE, TILE // count))
+    bests, passed, waiting, read = wanted.nothing(count, dtype), [long[:0]], 0, 0
+    for low in range(0, len(long), size):
+        places = long[low : low + size]
+        _, bound = bounds.bound(queries, places)
+        passed.append(places[wanted.reach(bound, places, least)])
+        waiting += len(passed[-1])
+        if waiting >= ENOUGH or low + size >= len(long):
+            near = _finer(bounds, queries, torch.cat(passed), wanted, least)
+            passed, waiting, read = [long[:0]], 0, read + len(near)
+            if read > DENSE * len(members.numbers):
+                return None
+            wanted.add(bests, near, bounds.exact(queries, near))
+            least = torch.maximum(least, torch.stack([wanted.kth(best.scores, best.numbers) for best in bests], 1))
+    return bests
 
 
-def _least(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted) -> Tensor:
-    """The k-th best score of each query in each group, of those among some slots that look best, (queries, groups)."""
-    bound = bounds.bound(queries, places)
-    least = bound.new_full((len(bound), wanted.groups), -torch.inf)
-    for group in range(wanted.groups):
-        mine = wanted.members(group, places)
-        if len(mine) >= wanted.k:
-            some = bound if len(mine) == len(places) else bound[:, mine]
-            best = places[torch.unique(mine[some.topk(wanted.k, dim=1).indices])]
-            scores = ranked_by(bounds.exact(queries, best), wanted.way)
-            least[:, group] = scores.topk(wanted.k, dim=1).values[:, -1]
-    return least
+def _finer(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted, least: Tensor) -> Tensor:
+    """Which of some slots, if they are many, still may be among the best; not all of them, once they are too many to pay."""
+    if len(places) <= MANY:
+        return places
+    passed, count = [places[:0]], 0
+    for some in torch.split(places, FINE):
+        passed.append(some[wanted.reach(bounds.bound(queries, some, fine=True)[1], some, least)])
+        count += len(passed[-1])
+        if count > DENSE * len(wanted.members.numbers):
+            break
+    return torch.cat(passed)
 
 
-def spread(best: Best, slots_of: Callable[[Tensor], tuple[Tensor, Tensor]], k: int) -> Best:
-    """From the best keys of each query to its best slots, where several slots share a key.
+def spread(bests: Sequence[Best], slots_of: Callable[[Tensor], tuple[Tensor, Tensor]], k: int) -> list[Best]:
+    """From the best keys of each query, in each group, to its best slots, where several slots share a key.
 
     slots_of: keys (n,) → how many slots each has, and all these slots, one key's after the other's, ascending. The k best slots
     are always slots of the k best keys.
     """
-    n, width = best.numbers.shape
-    counts, slots = slots_of(best.numbers.reshape(-1))
-    scores, values = (t.reshape(-1).repeat_interleave(counts) for t in (best.scores, best.values))
-    query = torch.arange(n).repeat_interleave(width).repeat_interleave(counts)
-    order = torch.from_numpy(np.lexsort((slots.numpy(), -scores.numpy(), query.numpy())))  # the last one decides first
-    slots, scores, values, query = slots[order], scores[order], values[order], query[order]
-    place = torch.arange(len(query)) - torch.searchsorted(query, query)
-    here = place < k
-    shape = (n, int(here.sum()) // max(n, 1))
-    return best.replaced(scores[here].reshape(shape), values[here].reshape(shape), slots[here].reshape(shape))
+    counts, slots = slots_of(torch.cat([best.numbers.reshape(-1) for best in bests]))
+    scores, values = (
+        torch.cat([getattr(best, name).reshape(-1) for best in bests]).repeat_interleave(counts)
+        for name in ("scores", "values")
+    )
+    shapes = [best.numbers.shape for best in bests]
+    lines = torch.tensor([width for n, width in shapes for _ in range(n)], dtype=torch.int64)
+    owner = torch.arange(len(lines)).repeat_interleave(lines).repeat_interleave(counts)
+    order = torch.from_numpy(np.lexsort((slots.numpy(), -scores.numpy(), owner.numpy())))  # the last one decides first
+    order = order[torch.arange(len(owner)) - torch.searchsorted(owner, owner) < k]
+    kept = torch.bincount(owner[order], minlength=len(lines)).reshape(len(bests), -1)
+    found, ends = [], kept.sum(1).cumsum(0).tolist()
+    for best, many, end in zip(bests, kept, ends, strict=True):
+        here = order[end - int(many.sum()) : end].reshape(len(many), int(many.max()) if len(many) else 0)
+        found.append(best.replaced(scores[here], values[here], slots[here]))
+    return found

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+FEW = 4
+"""Up to so many times k scores are sorted as they are; of more, the k highest are taken first."""
 Way = Literal["highest", "lowest", "absolute"]
 
 
@@ -28,6 +30,10 @@ class Best:
     def take(self, places: Tensor) -> Best:
         """Those of some queries."""
         return self.replaced(self.scores[places], self.values[places], self.numbers[places])
+
+    def first(self, count: int) -> Best:
+        """The best of them."""
+        return self.replaced(self.scores[:, :count], self.values[:, :count], self.numbers[:, :count])
 
     @staticmethod
     def join(parts: Sequence[Best], k: int, dtype: torch.dtype) -> Best:
@@ -51,10 +57,13 @@ class Best:
         """scores (n, m) decide; values (n, m) go along; numbers (m,) ascend, above all that came before."""
         if not scores.shape[1]:
             return
-        places = _highest(scores, min(self._k, scores.shape[1]))
-        both = torch.cat([self.scores, scores.gather(1, places)], dim=1)
-        numbered = torch.cat([self.numbers, numbers[places]], dim=1)
-        valued = torch.cat([self.values, values.gather(1, places)], dim=1)
+        numbered = numbers.expand(scores.shape)
+        if scores.shape[1] > FEW * self._k:
+            places = _highest(scores, self._k)
+            scores, values, numbered = scores.gather(1, places), values.gather(1, places), numbered.gather(1, places)
+        both = torch.cat([self.scores, scores], dim=1)
+        numbered = torch.cat([self.numbers, numbered], dim=1)
+        valued = torch.cat([self.values, values], dim=1)
         order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
         self.scores, self.numbers = both.gather(1, order), numbered.gather(1, order)
         self.values = valued.gather(1, order)

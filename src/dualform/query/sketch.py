@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-DIRECTIONS = 16
-SKETCH_BYTES = 96 << 20
+DIRECTIONS, FINE = 16, 128
+"""So many directions; of a fine sketch, which is for what a first one cannot tell apart."""
+SKETCH_BYTES, FINE_BYTES = 96 << 20, 52 << 20
 """A sketch may take so much memory: very many vectors are seen along fewer directions."""
 MOST = SKETCH_BYTES // 8
 """Of more vectors than this, there is no sketch."""
@@ -22,8 +24,19 @@ SAMPLE = 2048
 """From so many vectors, evenly spread, the directions are found."""
 ROUNDING = 1 / 64
 """A rest counts as at least this part of the vector: its square is more than a product of 4000 numbers is ever rounded by."""
+FINE_ROUNDING = 1 / 16
+"""The same where coordinates are kept in bfloat16, whose 8 bits are off by 2⁻⁹ at most."""
 SMALLEST = 1e-15
 """No rest is shorter: squares of smaller numbers vanish in float32."""
+
+
+class Glimpse(NamedTuple):
+    """Some vectors as seen along m directions."""
+
+    near: Tensor
+    """(n, m): their coordinates."""
+    rest: Tensor
+    """(n,): at least the length of what is left, rounding included."""
 
 
 @dataclass(frozen=True)
@@ -32,42 +45,51 @@ class Sketch:
 
     directions: Tensor
     """(d, m), orthonormal"""
-    table: Tensor
-    """(n, m + 1): their coordinates along these, and at least the length of what is left, rounding included."""
+    seen: Glimpse
+    rounding: float
 
     @cached_property
     def lengths(self) -> Tensor:
         """(n,): at least those of the vectors."""
-        return lengths(self.table)
+        return lengths(self.seen)
 
-    def of(self, vectors: Tensor) -> Tensor:
+    def of(self, vectors: Tensor) -> Glimpse:
         """The same of other vectors."""
-        return _seen(vectors, self.directions)
+        return _seen(vectors, self.directions, self.rounding)
 
 
 def sketch(
-    count: int, dtype: torch.dtype, some: Callable[[Tensor, None], Tensor], pieces: Iterable[tuple[int, Tensor]]
+    count: int,
+    dtype: torch.dtype,
+    some: Callable[[Tensor, None], Tensor],
+    pieces: Iterable[tuple[int, Tensor]],
+    *,
+    fine: bool = False,
 ) -> Sketch:
     """some: numbers (k,) → these vectors (k, d). pieces: the number of the first and vectors (k, d), until all were seen."""
+    kept = torch.bfloat16 if fine else dtype
     sample = some(torch.arange(0, count, max(1, count // SAMPLE)), None)
-    m = min(DIRECTIONS, sample.shape[1], SKETCH_BYTES // (dtype.itemsize * max(count, 1)) - 1)
-    directions = _directions(sample, max(1, m))
-    table = torch.empty(count, directions.shape[1] + 1, dtype=dtype)
+    fitting = ((FINE_BYTES if fine else SKETCH_BYTES) // max(count, 1) - dtype.itemsize) // kept.itemsize
+    m = max(1, min(FINE if fine else DIRECTIONS, sample.shape[1], fitting))
+    m = m // 16 * 16 if m > 16 else m  # 64 directions take half as long as 63
+    directions = _directions(sample, m)
+    rounding = FINE_ROUNDING if fine else ROUNDING
+    seen = Glimpse(torch.empty(count, directions.shape[1], dtype=kept), torch.empty(count, dtype=dtype))
     for first, vectors in pieces:
-        table[first : first + len(vectors)] = _seen(vectors, directions)
-    return Sketch(directions, table)
+        for whole, part in zip(seen, _seen(vectors, directions, rounding), strict=True):
+            whole[first : first + len(vectors)] = part
+    return Sketch(directions, seen, rounding)
 
 
-def lengths(vectors: Tensor) -> Tensor:
-    """(n, d) → (n,)."""
-    found: Tensor = torch.linalg.vector_norm(vectors, dim=1)
-    return found
+def lengths(seen: Glimpse) -> Tensor:
+    """(n,): at least those of the vectors."""
+    return torch.hypot(torch.linalg.vector_norm(seen.near, dim=1), seen.rest)
 
 
-def _seen(vectors: Tensor, directions: Tensor) -> Tensor:
-    near, squares = vectors @ directions, lengths(vectors).square()
-    left = (squares - near.square().sum(1)).clamp(min=0) + squares * ROUNDING**2
-    return torch.cat([near, left.sqrt().clamp(min=SMALLEST).unsqueeze(1)], 1)
+def _seen(vectors: Tensor, directions: Tensor, rounding: float) -> Glimpse:
+    near, squares = vectors @ directions, torch.linalg.vector_norm(vectors, dim=1).square()
+    left = (squares - near.square().sum(1)).clamp(min=0) + squares * rounding**2
+    return Glimpse(near, left.sqrt().clamp(min=SMALLEST))
 
 
 def _directions(vectors: Tensor, m: int) -> Tensor:

@@ -7,30 +7,31 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dualform.query.remembered import remembered
 from dualform.store.reader import Store
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) -> pl.DataFrame:
-    """One line for each distinct slot number: slot, step, the user's columns, then the rest of its address."""
-    wanted = np.unique(slots)
-    columns = ["step", *(c.name for c in store.manifest.columns)]
-    found: list[Ints] = [np.zeros((0, 7), dtype=np.int64)]
-    for chunk in store.addresses(layer, end_step=end):
-        low, high = np.searchsorted(wanted, [chunk.first_slot, chunk.first_slot + chunk.slots])
-        if low == high:
-            continue
-        here = wanted[low:high] - chunk.first_slot
-        block = np.searchsorted(np.cumsum(chunk.counts), here, side="right")
-        step, backward, call, first_row, _, positions = chunk.blocks[block].T
-        row, position = np.divmod(here - chunk.starts[block], positions)
-        found.append(np.stack([wanted[low:high], step, backward, call, first_row + row, position, positions], 1))
-    slot, step, backward, call, row, position, positions = np.concatenate(found).T
-    table = store.row_table(row, position, positions, columns).rename({"position": "slot_position"})
-    address = {"slot": slot, "step": step, "backward": backward, "call": call, "row": row}
-    order = ["slot", *columns, "backward", "call", "row", "slot_position"]
-    return table.with_columns(pl.Series(name, values, pl.Int64) for name, values in address.items()).select(order)
+    """One line for each slot number, in their order: slot, step, the user's columns, then the rest of its address."""
+    columns = [c.name for c in store.manifest.columns]
+    starts, blocks = remembered(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
+    block = np.searchsorted(starts, slots, side="right") - 1
+    step, backward, call, first_row, _, positions = blocks[block].T
+    within, position = np.divmod(slots - starts[block], positions)
+    row = first_row + within
+    table = store.row_table(row, position, positions, columns)
+    address = {"slot": slots, "step": step, "backward": backward, "call": call, "row": row, "slot_position": position}
+    slot, moment, *rest = (pl.Series(name, values, pl.Int64) for name, values in address.items())
+    return pl.DataFrame([slot, moment, *table.select(columns).get_columns(), *rest])
+
+
+def _blocks(store: Store, layer: str, end: int) -> tuple[Ints, Ints]:
+    """Where the slots of each block begin, (blocks,), and all blocks, (blocks, 6)."""
+    chunks = list(store.addresses(layer, end_step=end))
+    starts = [np.zeros(0, np.int64), *(chunk.first_slot + chunk.starts for chunk in chunks)]
+    return np.concatenate(starts), np.concatenate([np.zeros((0, 6), np.int64), *(chunk.blocks for chunk in chunks)])
 
 
 def addresses(store: Store, layer: str, end: int) -> pl.DataFrame:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.query.groups import Groups
+from dualform.query.pruned import Members
 from dualform.query.remembered import remembered
 from dualform.store.reader import Store
 
@@ -62,21 +63,54 @@ class Visits:
 
     def slots_of(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """How many slots each of some keys has, (n,), and all these slots, one key's after the other's."""
-        begin, end = self._starts[numbers.numpy()], self._starts[numbers.numpy() + 1]
-        counts = end - begin
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return torch.from_numpy(counts), torch.from_numpy(self._order[np.repeat(begin, counts) + within])
+        return _slots_of(self._order, self._starts, numbers.numpy())
+
+    def shared(self, groups: Groups | None) -> Shared:
+        """The keys of each group's slots, one line for each (key, group)."""
+        if groups is None:
+            return Shared(self.key_of, None, 1)
+        chunks = list(self._store.addresses(self._layer, end_step=self._end))
+        return Shared(self.key_of, groups.of_slots(chunks).numpy(), len(groups))
 
     def by_group(self, groups: Groups) -> tuple[Tensor, Tensor]:
         """How many slots of each group a key has, (keys, groups), and each group's first slot, (groups,)."""
         chunks = list(self._store.addresses(self._layer, end_step=self._end))
-        codes = np.concatenate([groups(chunk) for chunk in chunks]) if chunks else np.zeros(0, dtype=np.int64)
+        codes = groups.of_slots(chunks).numpy()
         width = len(groups)
         shape = (len(self._starts) - 1, width)
         flat = np.bincount(self.key_of * width + codes, minlength=shape[0] * width)
         first = torch.full((width,), torch.iinfo(torch.int64).max)
         first.scatter_reduce_(0, torch.from_numpy(codes), torch.arange(len(codes)), "amin")
         return torch.from_numpy(flat.reshape(shape)), first
+
+
+class Shared:
+    """Keys that several slots of a group share, in the order of their first slots: ties among them are those among slots."""
+
+    def __init__(self, key_of: Ints, codes: Ints | None, groups: int):
+        """key_of: (slots,), codes: (slots,)."""
+        both = key_of if codes is None else key_of * groups + codes
+        _, first, line, counts = np.unique(both, return_index=True, return_inverse=True, return_counts=True)
+        order = np.argsort(first)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        slots, starts = np.argsort(place[line], kind="stable"), np.concatenate([[0], np.cumsum(counts[order])])
+        self.keys = torch.from_numpy(key_of[first[order]])
+        """(n,): the number of each one's key."""
+        self.members = Members(
+            torch.arange(len(order)),
+            None if codes is None else torch.from_numpy(codes[first[order]]),
+            groups,
+            torch.from_numpy(counts[order]),
+            lambda places: _slots_of(slots, starts, places.numpy()),
+        )
+
+
+def _slots_of(order: Ints, starts: Ints, wanted: Ints) -> tuple[Tensor, Tensor]:
+    begin, end = starts[wanted], starts[wanted + 1]
+    counts = end - begin
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return torch.from_numpy(counts), torch.from_numpy(order[np.repeat(begin, counts) + within])
 
 
 def visits_of(store: Store, layer: str, end: int) -> Visits:
