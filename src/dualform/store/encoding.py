@@ -65,9 +65,9 @@ class Encoded:
         room = self.data.new_empty(min(len(places), STRETCH), self.data.shape[1])
         for low in range(0, len(places), STRETCH):
             some = places[low : low + STRETCH]
-            here = out[low : low + STRETCH].copy_(torch.index_select(self.data, 0, some, out=room[: len(some)]))
+            part = out[low : low + STRETCH].copy_(torch.index_select(self.data, 0, some, out=room[: len(some)]))
             if times is not None:
-                here.mul_(times[low : low + STRETCH])
+                part.mul_(times[low : low + STRETCH])
         return out
 
     def take(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> Encoded:
