@@ -274,10 +274,8 @@ class Dual:
         question = self._masking(keep, drop, "masked")
         self._warn()
         names, found = self._parameters(layers), question.from_groups()
-        anew = [name for name in names if found is None and (read == "kept" or is_replayed(self.store, name))]
-        weights = self._weights_at(self.end_step, but=anew)
         if found is not None:
-            view, kept = found
+            weights, (view, kept) = self._weights_at(self.end_step), found
             sure = {
                 name: weights[name]
                 for name in names
@@ -285,6 +283,8 @@ class Dual:
             }
             return self._with(weights | {name: view.rebuilt(name, kept, sure.get(name)) for name in names})
         takes_part = question.slots()
+        anew = [name for name in names if read == "kept" or is_replayed(self.store, name)]
+        weights = self._weights_at(self.end_step, but=anew)
         for name in names:
             self._whole(name, "masked()")
         trained = {name: weights[name] for name in names if name not in anew}
