@@ -94,10 +94,11 @@ def test_gradient_penalty_by_autograd_grad_is_refused_by_the_audit(path):
             optimizer.step()
 
 
-def test_autograd_grad_beside_training_does_not_count(path):
+@pytest.mark.parametrize(("dtype", "gap"), [("float64", GAP), ("float16", 1e-3)])
+def test_autograd_grad_beside_training_does_not_count(path, dtype, gap):
     model = network(4, 8, 2)
     optimizer = sgd(model)
-    with dualform.record(model, optimizer, path) as recorder:
+    with dualform.record(model, optimizer, path, dtype=dtype) as recorder:
         for ids, x, y in batches(5):
             recorder.batch(sample_id=ids)
             optimizer.zero_grad()
@@ -106,7 +107,7 @@ def test_autograd_grad_beside_training_does_not_count(path):
             F.mse_loss(model(x), y).backward()
             torch.autograd.grad(model(x).sum(), x)
             optimizer.step()
-    assert_exact(path, model)
+    assert_exact(path, model, gap)
     assert dualform.open(path).store.slots("0") == 30
 
 

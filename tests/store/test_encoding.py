@@ -81,6 +81,7 @@ def test_several_at_once_are_stored_as_each_alone(dtype):
     shapes = ((3, 5, 1e-4), (0, 4, 1), (2, 0, 1), (4, 7, 50.0))
     given = [torch.randn(n, d, generator=generator) * size for n, d, size in shapes]
     given += [torch.zeros(2, 3), torch.full((1, 2), float("nan")), given[3].double() * 1e200, given[0].bfloat16()]
+    assert encode_all([], dtype) == []
     for as_they_are in (False, True):
         together = encode_all([Wanted(one, as_they_are=as_they_are) for one in given], dtype)
         for one, found in zip(given, together, strict=True):

@@ -61,7 +61,7 @@ class Visit:
 
 @dataclass(slots=True)
 class Call:
-    """A visit whose error signals have arrived: slots, copied."""
+    """A visit whose error signals have arrived: its slots, copied with those of other calls."""
 
     serial: int
     batch: Batch
@@ -71,7 +71,7 @@ class Call:
     """Of feature maps: how many there are for each row, and their size."""
     may_repeat: bool
     wanted: dict[str, Wanted]
-    """The vectors that are yet to be copied, by the names of:"""
+    """The vectors that are yet to be copied, by the field that they go to: "keys", "errors"."""
     keys: Encoded | None = None
     errors: Encoded | None = None
 

@@ -194,7 +194,7 @@ def encode_all(wanted: Sequence[Wanted], dtype: str, pool: Pool | None = None) -
         else pool.take(one.name, one.vectors.shape, kind)
         for one in wanted
     ]
-    if dtype != "float16":
+    if dtype != "float16" or not wanted:
         return [
             Encoded(data.copy_(one.vectors), None, slab, first)
             for one, (data, slab, first) in zip(wanted, rooms, strict=True)
