@@ -27,10 +27,6 @@ class Best:
         self.values = torch.zeros((n, 0), dtype=dtype)
         self.numbers = torch.zeros((n, 0), dtype=torch.int64)
 
-    def take(self, places: Tensor) -> Best:
-        """Those of some queries."""
-        return self.replaced(self.scores[places], self.values[places], self.numbers[places])
-
     def first(self, count: int) -> Best:
         """The best of them."""
         return self.replaced(self.scores[:, :count], self.values[:, :count], self.numbers[:, :count])
