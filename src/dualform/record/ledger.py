@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from dualform.errors import BatchError, DualformError
 from dualform.layers import axes
 from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
-from dualform.layers.streams import Layer, joined
+from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
-from dualform.record.parameters import ParameterLedger, bound_of, norm_of, roundoff
+from dualform.record.compiled import Taken, take
+from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 
 CONSUMED = 64
@@ -42,6 +43,11 @@ class StoreAs:
     pool: Pool
     errors: bool = True
     """Whether error signals are of use; else those that take a second computation are left out."""
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether error signals are stored."""
+        return self.keep != "keys" and self.errors
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +76,7 @@ class Call:
     shape: tuple[int, ...]
     """Of feature maps: how many there are for each row, and their size."""
     may_repeat: bool
-    wanted: dict[str, Wanted]
+    wanted: dict[str, Wanted] = field(default_factory=dict)
     """The vectors that are yet to be copied, by the field that they go to: "keys", "errors"."""
     keys: Encoded | None = None
     errors: Encoded | None = None
@@ -89,37 +95,37 @@ class LayerLedger:
         """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
         self.consumed: deque[int] = deque(maxlen=CONSUMED)
         """The last ones that earlier steps have stored."""
-        roles = [use.role for use in layer.uses]
-        self._like_linear = roles == ["weight", "bias"] and layer.kind == "linear"
-        self._products, self._seen = torch.zeros(0, 0), torch.zeros(0, 0)
+        ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
+        self._like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
         self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
         self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
 
-    @property
-    def _plain(self) -> bool:
-        """Whether it is like nn.Linear with a bias, both trained: then weight and bias are added in one product."""
-        uses = self.uses
-        return self._like_linear and uses[0][1].parameter.requires_grad and uses[1][1].parameter.requires_grad
-
-    def _add_plain(self, task: int, keys: Tensor, errors: Tensor, norm: float) -> None:
-        (_, weight), (_, bias) = self.uses
-        columns, products = weight.columns, self._products
-        count = keys.shape[0]
-        if products.shape[1] != count or products.dtype is not keys.dtype or products.device != keys.device:
-            products = self._products = keys.new_ones(columns + 1, count)
-            self._seen = products[:columns]
-        projected = torch.mm(weight.random_like(keys).T, keys.T, out=self._seen)
-        added = (products @ errors).cpu().numpy()
-        size = max(norm_of(projected.cpu().numpy().reshape(-1)), bound_of(keys))
-        weight.link(task).add(added[:columns].T.reshape(-1), norm * size)
-        bias.link(task).add(added[columns], norm * math.sqrt(count))
+    def _take(self, task: int, keys: Tensor, errors: Tensor, store_as: StoreAs) -> Taken | None:
+        """Add what the slots of something like nn.Linear say, and copy them, in one compiled loop if there is one."""
+        weight = self.uses[0][1]
+        names = self._key_name, self._error_name if store_as.keeps_errors else None
+        taken = take(keys, errors, weight.random, store_as.dtype, store_as.pool, names)
+        if taken is not None:
+            for (_, parameter), added, norm in zip(
+                self.uses,
+                (taken.added[:-1].T.reshape(-1), taken.added[-1]),
+                (
+                    max(taken.projected_norm, taken.key_norm if keys.shape[1] <= SHORT else 0.0),
+                    math.sqrt(keys.shape[0]),
+                ),
+                strict=False,
+            ):
+                if parameter.parameter.requires_grad:
+                    parameter.link(task).add(added, taken.error_norm * norm)
+        return taken
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Call:
         """Add what one call has to say on the gradients; its slots are yet to be copied."""
         if found.errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
-            return self._call(task, visit, layout.rows, layout.positions, (), layout.slots(found.keys.detach()), None)
+            call = self._call(task, visit, layout.rows, layout.positions)
+            return self._copied(call, layout.slots(found.keys.detach()), None)
         layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
         unit = 0.0
         if arrived.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
@@ -138,43 +144,39 @@ class LayerLedger:
         else:
             stored, errors = layout.slots(detached), layout.slots(arrived)
             keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
-        norms = torch.linalg.vector_norm(errors, dim=1)
-        size_of_errors = norm_of(norms.cpu().numpy())
-        if self._plain and isinstance(keys, Vectors):
-            self._add_plain(task, keys.data, errors, size_of_errors)
-        else:
-            for use, parameter in self.uses:
-                if parameter.parameter.requires_grad:
-                    parameter.add(task, use, keys, errors, size_of_errors)
         for _, parameter in self.uses if unit else ():
             parameter.link(task).roundoff = unit
+        taken = self._take(task, stored, errors, store_as) if self._like_linear else None
+        if taken is not None:
+            call = self._call(task, visit, layout.rows, positions)
+            call.keys, call.errors = taken.keys, taken.errors
+            return call
+        norms = torch.linalg.vector_norm(errors, dim=1)
+        size_of_errors = norm_of(norms.cpu().numpy())
+        for use, parameter in self.uses:
+            if parameter.parameter.requires_grad:
+                parameter.add(task, use, keys, errors, size_of_errors)
         kept = None
-        if store_as.keep != "keys" and store_as.errors:
+        if store_as.keeps_errors:
             some = errors[:, list(layer.outputs)] if layer.outputs else errors
             kept = Wanted(some, self._error_name, None if layer.outputs else norms)
-        return self._call(task, visit, layout.rows, positions, shape, stored, kept)
+        return self._copied(self._call(task, visit, layout.rows, positions, shape), stored, kept)
 
-    def _call(
-        self,
-        task: int,
-        visit: Visit,
-        rows: int,
-        positions: int,
-        shape: tuple[int, ...],
-        keys: Tensor,
-        errors: Wanted | None,
-    ) -> Call:
-        """Enter a call, whose vectors will be copied with those of others."""
+    def _call(self, task: int, visit: Visit, rows: int, positions: int, shape: tuple[int, ...] = ()) -> Call:
+        """Enter a call."""
         assert visit.batch is not None
-        wanted = {} if errors is None else {"errors": errors}
-        call = Call(
-            visit.serial, visit.batch, rows, positions, shape, self._keys_may_repeat and visit.from_data, wanted
-        )
+        call = Call(visit.serial, visit.batch, rows, positions, shape, self._keys_may_repeat and visit.from_data)
+        self.calls.setdefault(task, []).append(call)
+        return call
+
+    def _copied(self, call: Call, keys: Tensor, errors: Wanted | None) -> Call:
+        """Have its vectors copied, with those of others."""
+        if errors is not None:
+            call.wanted["errors"] = errors
         if self.layer.form == "numbers":
             call.keys = encode_numbers(keys)
         else:
-            wanted["keys"] = Wanted(keys, self._key_name, as_they_are=True)
-        self.calls.setdefault(task, []).append(call)
+            call.wanted["keys"] = Wanted(keys, self._key_name, as_they_are=True)
         return call
 
     def forget(self, tasks: set[int] | None = None) -> None:

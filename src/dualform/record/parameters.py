@@ -36,7 +36,7 @@ class Link(audit.Link):
 
     def add(self, added: audit.Looked, scale: float) -> None:
         """Some slots say that this was added, with a bound on the sum of its absolute terms."""
-        self.added = self.added + added
+        self.added = self.added + added if self.added.flags.writeable else added.astype(np.float64, copy=False)
         self.scale += scale
 
     def room(self) -> audit.Seen:

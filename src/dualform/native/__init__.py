@@ -1,0 +1,1 @@
+"""Loops in C, for those who have a compiler."""

@@ -1,0 +1,131 @@
+/* The few loops that Python takes too long for. Each has a plain twin in Python: see docs/decisions/0017-compiled-loops.md.
+
+   Sums run in lanes of their own, so that the compiler may use vectors without being told to be careless. */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+/* The loader picks what the processor can do: the library may be built on one machine and run on another */
+#define LOOP __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) static
+#else
+#define LOOP static
+#endif
+
+enum { LANES = 16, TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* The nearest float16, ties to even; |x| < 65520. */
+static inline uint16_t half(float x) {
+    uint32_t bits, small, sign;
+    float tiny;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    memcpy(&tiny, &bits, 4);
+    tiny += 0.5f; /* its last bits are then those of a subnormal float16, rounded by the processor */
+    memcpy(&small, &tiny, 4);
+    uint32_t normal = (bits + 0xfffu + (bits >> 13 & 1u) - (112u << 23)) >> 13;
+    return (uint16_t)(sign | (bits < 113u << 23 ? small - 0x3f000000u : normal));
+}
+
+LOOP float dot(const float *restrict x, const float *restrict y, int64_t n) {
+    Lanes first = {0}, second = {0};
+    float sum = 0;
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        first += *(const Lanes *)(x + i) * *(const Lanes *)(y + i);
+        second += *(const Lanes *)(x + i + LANES) * *(const Lanes *)(y + i + LANES);
+    }
+    for (; i < n; i++) sum += x[i] * y[i];
+    first += second;
+    for (int j = 0; j < LANES; j++) sum += first[j];
+    return sum;
+}
+
+LOOP float largest(const float *restrict x, int64_t n) {
+    float found = 0;
+    for (int64_t i = 0; i < n; i++) found = fabsf(x[i]) > found ? fabsf(x[i]) : found;
+    return found;
+}
+
+LOOP void halves(const float *restrict x, float scale, uint16_t *restrict out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = half(x[i] * scale);
+}
+
+/* sum[o] += Σ_i factor[i] x[i][o] over TILE vectors, or the fewer that there are. */
+LOOP void add(const float *restrict x, const float *restrict factor, int64_t rows, double *restrict sum, int64_t n) {
+    if (rows == TILE)
+        for (int64_t o = 0; o < n; o++) {
+            float here = 0;
+            for (int i = 0; i < TILE; i++) here += factor[i] * x[i * n + o];
+            sum[o] += here;
+        }
+    else
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t o = 0; o < n; o++) sum[o] += factor[i] * x[i * n + o];
+}
+
+/* Store a vector, given its squared norm: as it is (exponents NULL) or in float16 with a power of two. */
+static void store(const float *x, float square, int64_t n, int as_it_is, void *out, int16_t *exponent) {
+    if (!exponent) {
+        memcpy(out, x, sizeof(float) * (size_t)n);
+        return;
+    }
+    float bound = sqrtf(square), scale;
+    if (!(bound > 1e-15f && bound < 1e15f)) {
+        bound = largest(x, n);
+        bound = fminf(fmaxf(bound, 0x1p-100f), 0x1p127f);
+    }
+    uint32_t raised;
+    memcpy(&raised, &bound, 4);
+    raised >>= 23;
+    if (as_it_is && raised >= 127 && raised < 127 + TOP) raised = UNIT;
+    *exponent = (int16_t)((int32_t)raised - UNIT);
+    uint32_t bits = (253u + TOP - raised) << 23;
+    memcpy(&scale, &bits, 4);
+    halves(x, scale, out, n);
+}
+
+/* The slots of one call: keys (n, d_in) and error signals (n, d_out) are copied as they are stored, and
+
+     added (k + 1, d_out) = Σ (key · R) ⊗ error, and in the last row Σ error;
+     squares (3) = ‖errors‖², ‖keys R‖², ‖keys‖².
+
+   random: (k, d_in). stored_errors NULL: only keys are kept. exponents NULL: float32 is stored.
+   Gives 0; 1: something is not finite, and nothing that was written counts. */
+int slots(int64_t n, int64_t d_in, int64_t d_out, int64_t k, const float *keys, const float *errors, const float *random,
+          char *stored_keys, int16_t *key_exponents, char *stored_errors, int16_t *error_exponents, double *added,
+          double *squares) {
+    const size_t width = key_exponents ? sizeof(uint16_t) : sizeof(float);
+    const float ones[TILE] = {1, 1, 1, 1, 1, 1, 1, 1};
+    memset(added, 0, sizeof(double) * (size_t)((k + 1) * d_out));
+    memset(squares, 0, sizeof(double) * 3);
+    for (int64_t low = 0; low < n; low += TILE) {
+        const int64_t rows = n - low < TILE ? n - low : TILE;
+        const float *some = errors + low * d_out;
+        for (int64_t i = 0; i < rows; i++) {
+            const float *key = keys + (low + i) * d_in, *error = some + i * d_out;
+            const float key_square = dot(key, key, d_in), error_square = dot(error, error, d_out);
+            if (!(key_square <= FLT_MAX && error_square <= FLT_MAX)) return 1;
+            squares[0] += error_square;
+            squares[2] += key_square;
+            store(key, key_square, d_in, 1, stored_keys + width * (size_t)((low + i) * d_in),
+                  key_exponents ? key_exponents + low + i : NULL);
+            if (stored_errors)
+                store(error, error_square, d_out, 0, stored_errors + width * (size_t)((low + i) * d_out),
+                      error_exponents ? error_exponents + low + i : NULL);
+        }
+        for (int64_t column = 0; column < k; column++) {
+            float seen[TILE];
+            for (int64_t i = 0; i < rows; i++) {
+                seen[i] = dot(keys + (low + i) * d_in, random + column * d_in, d_in);
+                squares[1] += (double)seen[i] * seen[i];
+            }
+            add(some, seen, rows, added + column * d_out, d_out);
+        }
+        add(some, ones, rows, added + k * d_out, d_out);
+    }
+    return 0;
+}

@@ -1,0 +1,117 @@
+"""One compiled loop against the plain way: encode_all, and products in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualform.native.kernels import kernels
+from dualform.record.compiled import Taken, take
+from dualform.store.encoding import Pool, Wanted, decode, encode_all
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
+
+
+def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: float = 3.0) -> Any:
+    """Keys and error signals of very different sizes, some of them zero."""
+    make = torch.Generator().manual_seed(seed)
+    keys = torch.randn(count, d_in, generator=make).relu() * 10 ** (spread * torch.randn(count, 1, generator=make))
+    errors = torch.randn(count, d_out, generator=make) * 10 ** (spread * torch.randn(count, 1, generator=make))
+    for vectors in (keys, errors):
+        vectors[torch.rand(count, generator=make) < 0.2] = 0
+    random = torch.randint(0, 2, (k, d_in), generator=make).mul(2).sub(1).float().T
+    return keys, errors, random
+
+
+def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16") -> Taken:
+    found = take(keys, errors, random, dtype, Pool(), ("key", "error"))
+    assert found is not None
+    return found
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(0, 40),
+    d_in=st.integers(1, 70),
+    d_out=st.integers(1, 70),
+    k=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    spread=st.sampled_from([0.0, 1.0, 4.0]),
+)
+def test_it_stores_and_adds_what_the_plain_way_does(
+    count: int, d_in: int, d_out: int, k: int, seed: int, spread: float
+) -> None:
+    keys, errors, random = drawn(count, d_in, d_out, k, seed, spread)
+    found = taken(keys, errors, random)
+    plain = encode_all([Wanted(keys, as_they_are=True), Wanted(errors)], "float16")
+    for mine, theirs, vectors in zip((found.keys, found.errors), plain, (keys, errors), strict=True):
+        assert mine is not None
+        assert mine.exponents is not None
+        assert theirs.exponents is not None
+        # A norm that is a power of two to rounding may go either way
+        same = mine.exponents == theirs.exponents
+        assert (same | ((mine.exponents - theirs.exponents).abs() == 1)).all()
+        assert torch.equal(mine.data[same], theirs.data[same])
+        back, norms = decode(mine.data, mine.exponents, torch.float32), vectors.norm(dim=1, keepdim=True)
+        assert ((back - vectors).norm(dim=1, keepdim=True) <= 1e-3 * norms).all()
+    keys, errors, random = keys.double(), errors.double(), random.double()
+    projected = keys @ random
+    wanted = torch.cat([projected, keys.new_ones(count, 1)], 1).T @ errors
+    bound = torch.cat([keys.abs() @ random.abs(), keys.new_ones(count, 1)], 1).T @ errors.abs()
+    assert (torch.from_numpy(found.added) - wanted).abs().le(1e-5 * bound).all()
+    for norm, vectors in ((found.error_norm, errors), (found.key_norm, keys)):
+        assert norm == pytest.approx(float(vectors.norm()), rel=1e-5)
+    assert found.projected_norm == pytest.approx(float(projected.norm()), rel=1e-4, abs=1e-5 * float(keys.norm()))
+
+
+def test_every_float16_is_rounded_as_pytorch_does() -> None:
+    exact = torch.arange(0, 2**15 - 1024, dtype=torch.int16).view(torch.float16).float()
+    halfway = (exact[1:] + exact[:-1]) / 2
+    around = torch.cat([torch.nextafter(halfway, torch.tensor(0.0)), halfway, torch.nextafter(halfway, halfway + 1)])
+    numbers = torch.cat([exact, around])
+    numbers = numbers[numbers < 2**15 - 16]
+    numbers = torch.cat([numbers, -numbers])
+    keys = torch.stack([numbers, torch.full_like(numbers, 1.0)], 1)  # norms from 1 to 2¹⁵: stored as they are
+    found = taken(keys, torch.ones(len(keys), 1), torch.ones(1, 2).T)
+    assert found.keys.exponents is not None
+    assert not found.keys.exponents.any()
+    assert torch.equal(found.keys.data, keys.half())
+
+
+def test_float32_is_copied_as_it_is() -> None:
+    keys, errors, random = drawn(20, 30, 7, 2)
+    found = taken(keys, errors, random, "float32")
+    assert found.errors is not None
+    assert torch.equal(found.keys.data, keys)
+    assert torch.equal(found.errors.data, errors)
+    assert found.keys.exponents is None
+
+
+def test_error_signals_may_be_left_out() -> None:
+    keys, errors, random = drawn(20, 30, 7, 2)
+    found = take(keys, errors, random, "float16", Pool(), ("key", None))
+    assert found is not None
+    assert found.errors is None
+    assert found.added.any()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda keys, errors: (keys.double(), errors.double()),
+        lambda keys, errors: (keys.T.contiguous().T, errors),
+        lambda keys, errors: (keys, errors[::2].repeat_interleave(2, 0).T.contiguous().T),
+        lambda keys, errors: (keys.index_fill(0, torch.tensor(3), torch.inf), errors),
+        lambda keys, errors: (keys, errors.index_fill(0, torch.tensor(3), torch.nan)),
+        lambda keys, errors: (keys, errors.index_fill(0, torch.tensor(3), 1e30)),
+    ],
+    ids=["float64", "keys not in rows", "error signals not in rows", "infinite", "not a number", "huge"],
+)
+def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
+    keys, errors, random = drawn(20, 30, 7, 1, spread=0)
+    pool = Pool()
+    first = pool.take("key", keys.shape, torch.float16)[1]
+    assert take(*odd(keys, errors), random, "float16", pool, ("key", "error")) is None
+    assert first.out == 1  # nothing was kept of it
