@@ -88,44 +88,136 @@ static void store(const float *x, float square, int64_t n, int as_it_is, void *o
     halves(x, scale, out, n);
 }
 
-/* The slots of one call: keys (n, d_in) and error signals (n, d_out) are copied as they are stored, and
+/* Work on some things, from low to high; part: the number of the thread. */
+typedef void Work(void *what, int64_t low, int64_t high, int part);
 
-     added (k + 1, d_out) = Σ (key · R) ⊗ error, and in the last row Σ error;
-     squares (3) = ‖errors‖², ‖keys R‖², ‖keys‖².
+#if defined(__gnu_linux__)
+/* PyTorch's own threads, if its OpenMP is the common one: others beside them would be in their way. */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
 
-   random: (k, d_in). stored_errors NULL: only keys are kept. exponents NULL: float32 is stored.
-   Gives 0; 1: something is not finite, and nothing that was written counts. */
-int slots(int64_t n, int64_t d_in, int64_t d_out, int64_t k, const float *keys, const float *errors, const float *random,
-          char *stored_keys, int16_t *key_exponents, char *stored_errors, int16_t *error_exponents, double *added,
-          double *squares) {
-    const size_t width = key_exponents ? sizeof(uint16_t) : sizeof(float);
-    const float ones[TILE] = {1, 1, 1, 1, 1, 1, 1, 1};
-    memset(added, 0, sizeof(double) * (size_t)((k + 1) * d_out));
-    memset(squares, 0, sizeof(double) * 3);
-    for (int64_t low = 0; low < n; low += TILE) {
-        const int64_t rows = n - low < TILE ? n - low : TILE;
-        const float *some = errors + low * d_out;
+typedef struct {
+    Work *work;
+    void *what;
+    int64_t count;
+} Shared;
+
+static void share(void *given) {
+    const Shared *shared = given;
+    const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
+    shared->work(shared->what, shared->count * part / parts, shared->count * (part + 1) / parts, (int)part);
+}
+
+static void in_parts(Work *work, void *what, int64_t count, int64_t threads) {
+    Shared shared = {work, what, count};
+    if (threads > 1 && GOMP_parallel && omp_get_thread_num && omp_get_num_threads)
+        GOMP_parallel(share, &shared, (unsigned)threads, 0);
+    else
+        work(what, 0, count, 0);
+}
+#else
+static void in_parts(Work *work, void *what, int64_t count, int64_t threads) {
+    (void)threads;
+    work(what, 0, count, 0);
+}
+#endif
+
+enum { WORTH = 1 << 16 }; /* so many products are worth a second thread */
+
+typedef struct {
+    int64_t n, d_in, d_out, k;
+    const float *keys, *errors, *random;
+    char *stored_keys;
+    int16_t *key_exponents;
+    char *stored_errors;
+    int16_t *error_exponents;
+    double *sums;
+} Slots;
+
+static const float ones[TILE] = {1, 1, 1, 1, 1, 1, 1, 1};
+
+static void some_slots(void *what, int64_t first, int64_t last, int part) {
+    const Slots *s = what;
+    const int64_t d_in = s->d_in, d_out = s->d_out, k = s->k, end = last * TILE < s->n ? last * TILE : s->n;
+    const size_t width = s->key_exponents ? sizeof(uint16_t) : sizeof(float);
+    double *sums = s->sums + part * ((k + 1) * d_out + 3), *squares = sums + (k + 1) * d_out;
+    for (int64_t low = first * TILE; low < end; low += TILE) {
+        const int64_t rows = end - low < TILE ? end - low : TILE;
+        const float *some = s->errors + low * d_out;
         for (int64_t i = 0; i < rows; i++) {
-            const float *key = keys + (low + i) * d_in, *error = some + i * d_out;
+            const float *key = s->keys + (low + i) * d_in, *error = some + i * d_out;
             const float key_square = dot(key, key, d_in), error_square = dot(error, error, d_out);
-            if (!(key_square <= FLT_MAX && error_square <= FLT_MAX)) return 1;
             squares[0] += error_square;
             squares[2] += key_square;
-            store(key, key_square, d_in, 1, stored_keys + width * (size_t)((low + i) * d_in),
-                  key_exponents ? key_exponents + low + i : NULL);
-            if (stored_errors)
-                store(error, error_square, d_out, 0, stored_errors + width * (size_t)((low + i) * d_out),
-                      error_exponents ? error_exponents + low + i : NULL);
+            if (!(key_square <= FLT_MAX && error_square <= FLT_MAX)) {
+                squares[0] = INFINITY;
+                return;
+            }
+            store(key, key_square, d_in, 1, s->stored_keys + width * (size_t)((low + i) * d_in),
+                  s->key_exponents ? s->key_exponents + low + i : NULL);
+            if (s->stored_errors)
+                store(error, error_square, d_out, 0, s->stored_errors + width * (size_t)((low + i) * d_out),
+                      s->error_exponents ? s->error_exponents + low + i : NULL);
         }
         for (int64_t column = 0; column < k; column++) {
             float seen[TILE];
             for (int64_t i = 0; i < rows; i++) {
-                seen[i] = dot(keys + (low + i) * d_in, random + column * d_in, d_in);
+                seen[i] = dot(s->keys + (low + i) * d_in, s->random + column * d_in, d_in);
                 squares[1] += (double)seen[i] * seen[i];
             }
-            add(some, seen, rows, added + column * d_out, d_out);
+            add(some, seen, rows, sums + column * d_out, d_out);
         }
-        add(some, ones, rows, added + k * d_out, d_out);
+        add(some, ones, rows, sums + k * d_out, d_out);
     }
-    return 0;
+}
+
+/* The slots of one call: keys (n, d_in) and error signals (n, d_out) are copied as they are stored, and
+
+     sums (k + 1, d_out) = Σ (key · R) ⊗ error, and in the last row Σ error; then ‖errors‖², ‖keys R‖², ‖keys‖².
+
+   random: (k, d_in). stored_errors NULL: only keys are kept. exponents NULL: float32 is stored. sums has room for as many of
+   these as there are threads. Gives 0; 1: something is not finite, and nothing that was written counts. */
+int slots(int64_t n, int64_t d_in, int64_t d_out, int64_t k, const float *keys, const float *errors, const float *random,
+          char *stored_keys, int16_t *key_exponents, char *stored_errors, int16_t *error_exponents, double *sums,
+          int64_t threads) {
+    Slots all = {n,           d_in,          d_out,         k,               keys, errors, random,
+                 stored_keys, key_exponents, stored_errors, error_exponents, sums};
+    const int64_t size = (k + 1) * d_out + 3, parts = n * (d_in + d_out) < WORTH ? 1 : threads;
+    memset(sums, 0, sizeof(double) * (size_t)(size * parts));
+    in_parts(some_slots, &all, (n + TILE - 1) / TILE, parts);
+    for (int64_t part = 1; part < parts; part++)
+        for (int64_t i = 0; i < size; i++) sums[i] += sums[part * size + i];
+    return !(sums[size - 3] <= DBL_MAX);
+}
+
+/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is. */
+typedef struct {
+    const float *matrix, *random;
+    int64_t rows, columns, k;
+    const double *known;
+    double *out;
+} Look;
+
+static void some_rows(void *what, int64_t low, int64_t high, int part) {
+    const Look *look = what;
+    (void)part;
+    for (int64_t row = low; row < high; row++)
+        for (int64_t column = 0; column < look->k; column++)
+            look->out[row * look->k + column] =
+                look->random ? dot(look->matrix + row * look->columns, look->random + column * look->columns, look->columns)
+                             : look->matrix[row];
+}
+
+/* matrix @ R of each, one after the other in out. Gives how many of the numbers are not as known, where something is. */
+int64_t looks(int64_t count, Look *all, double *out, int64_t threads) {
+    int64_t differing = 0;
+    for (Look *look = all; look < all + count; look++) {
+        const int64_t size = look->rows * look->k;
+        look->out = out;
+        in_parts(some_rows, look, look->rows, size * look->columns < WORTH ? 1 : threads);
+        for (int64_t i = 0; look->known && i < size; i++) differing += !(out[i] == look->known[i]);
+        out += size;
+    }
+    return differing;
 }

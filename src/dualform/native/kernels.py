@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch  # noqa: F401 - the library finds PyTorch's threads when it is loaded
 
 from dualform.native.compile import library
 
 COUNT, POINTER = ctypes.c_int64, ctypes.c_void_p
-ARGUMENTS = {"slots": [COUNT] * 4 + [POINTER] * 9}
-"""Of each function in kernels.c."""
+FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
+    "slots": (ctypes.PyDLL, [COUNT] * 4 + [POINTER] * 8 + [COUNT], ctypes.c_int),
+    "looks": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
+}
+"""What each function in kernels.c takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
+take and keep; CDLL: others may run meanwhile."""
 
 
 @lru_cache(maxsize=1)
-def kernels() -> ctypes.CDLL | None:
+def kernels() -> Any:
     """The compiled loops; None where they were not compiled, or DUALFORM_NATIVE=0 asks for none."""
     if os.environ.get("DUALFORM_NATIVE") == "0":
         return None
-    try:
-        loaded = ctypes.CDLL(str(library()))
-    except OSError:
-        return None
-    for name, arguments in ARGUMENTS.items():
-        getattr(loaded, name).argtypes = arguments
-    return loaded
+    path, found = str(library()), SimpleNamespace()
+    for name, (kind, takes, gives) in FUNCTIONS.items():
+        try:
+            function = getattr(kind(path), name)
+        except OSError:
+            return None
+        function.argtypes, function.restype = takes, gives
+        setattr(found, name, function)
+    return found

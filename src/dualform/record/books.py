@@ -18,6 +18,7 @@ from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.ledger import LayerLedger, Ledger
+from dualform.record.looks import all_unchanged, look_all
 from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
@@ -99,7 +100,10 @@ class Books:
 
     def changes(self) -> dict[str, tuple[ParameterLedger, str]]:
         """What changed since the last update though no optimizer did it: by parameter, and how."""
-        found = {ledger.name: (ledger, EDITED) for ledger, _ in self.recorded() if ledger.changed()}
+        ledgers = [ledger for ledger, _ in self.recorded()]
+        found = {}
+        if not all_unchanged(ledgers):
+            found = {ledger.name: (ledger, EDITED) for ledger in ledgers if ledger.changed()}
         for ledger, name, value in self.optimizer_state():
             known = self._states.get((ledger.number, name))
             if known is not None and (known[0] is not value or known[1] != value._version):
@@ -116,8 +120,9 @@ class Books:
 
     def remember(self, numbers: Collection[int], step: records.Step | None) -> None:
         """Remember what parameters and optimizer state look like after an update."""
-        for ledger, _ in self.recorded(numbers):
-            ledger.remember()
+        ledgers = [ledger for ledger, _ in self.recorded(numbers)]
+        for ledger, seen in zip(ledgers, look_all(ledgers, [ledger.parameter for ledger in ledgers]), strict=True):
+            ledger.remember(seen=seen)
             if step is not None:
                 step.after[ledger.number] = ledger.fingerprint_later()
         for ledger, name, value in self.optimizer_state():
@@ -164,15 +169,16 @@ class Books:
 
     def _audit(self, number: int, step: records.Step) -> Iterator[_Audited]:
         replay, state = self._replays[number], self._optimizers[number].state
-        entries, cases = [], []
-        for ledger, group in self.recorded([number]):
-            gradient = ledger.parameter.grad
-            if gradient is None:
-                continue
-            links = [link for link in ledger.links if link.counted]
-            unit = max([ledger.roundoff, *(link.roundoff for link in links)])
-            entries.append((ledger, group, gradient, links))
-            cases.append(audit.Case(links, ledger.look(gradient), unit))
+        entries = [
+            (ledger, group, gradient, [link for link in ledger.links if link.counted])
+            for ledger, group in self.recorded([number])
+            if (gradient := ledger.parameter.grad) is not None
+        ]
+        looked = look_all([entry[0] for entry in entries], [entry[2] for entry in entries])
+        cases = [
+            audit.Case(links, seen, max([ledger.roundoff, *(link.roundoff for link in links)]))
+            for (ledger, _, _, links), seen in zip(entries, looked, strict=True)
+        ]
         for (ledger, group, gradient, links), case, verdict in zip(
             entries, cases, audit.explain_all(cases), strict=True
         ):

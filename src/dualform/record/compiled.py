@@ -41,7 +41,8 @@ def take(
     if loops is None or dtype == "float64" or not (_is_plain(keys) and _is_plain(errors) and _is_plain(columns)):
         return None
     (count, d_in), (k, d_out) = keys.shape, (columns.shape[0], errors.shape[1])
-    sums = torch.empty((k + 1) * d_out + 3, dtype=torch.float64)
+    size, threads = (k + 1) * d_out + 3, torch.get_num_threads()
+    sums = torch.empty(size * threads, dtype=torch.float64)
     exponents = torch.empty(2, count, dtype=torch.int16).unbind() if dtype == "float16" else (None, None)
     copies = [
         Encoded(room, exponent, slab, first)
@@ -50,20 +51,19 @@ def take(
         for room, slab, first in (pool.take(name, one.shape, TORCH[dtype]),)
     ]
     places = [place for copy in copies for place in _places(copy)]
-    begin = sums.data_ptr()
     failed = loops.slots(
         *(count, d_in, d_out, k),
         *(keys.data_ptr(), errors.data_ptr(), columns.data_ptr()),
         *(places if len(places) == 4 else [*places, None, None]),
-        *(begin, begin + sums.itemsize * (k + 1) * d_out),
+        *(sums.data_ptr(), threads),
     )
     if failed:
         for copy in copies:
             pool.give(copy)
         return None
     found = sums.numpy()
-    error_norm, projected_norm, key_norm = map(math.sqrt, found[-3:].tolist())
-    added = found[:-3].reshape(k + 1, d_out)
+    error_norm, projected_norm, key_norm = map(math.sqrt, found[size - 3 : size].tolist())
+    added = found[: size - 3].reshape(k + 1, d_out)
     return Taken(added, error_norm, projected_norm, key_norm, copies[0], copies[1] if len(copies) > 1 else None)
 
 

@@ -114,8 +114,8 @@ class ParameterLedger:
 
     # Watching it between steps
 
-    def remember(self, value: Tensor | None = None) -> None:
-        """It has just been updated. value: what it is, if not the parameter's own value."""
+    def remember(self, value: Tensor | None = None, seen: audit.Looked | None = None) -> None:
+        """It has just been updated. value: what it is, if not the parameter's own value; seen: the same, looked at already."""
         parameter = self.parameter
         mark = (parameter._version, parameter.data_ptr())
         if (
@@ -125,8 +125,10 @@ class ParameterLedger:
             if self.is_matrix:
                 self._parts = list(torch.split(self._whole.reshape(self.rows, -1), self._part))
         self._mark = mark
-        now = self.look(self._whole if value is None else value)
-        self._seen = now if self.is_matrix else now.copy()
+        if seen is None:
+            now = self.look(self._whole if value is None else value)
+            seen = now if self.is_matrix else now.copy()
+        self._seen = seen
 
     @property
     def fingerprint(self) -> float:
@@ -142,17 +144,28 @@ class ParameterLedger:
         """About how large the fingerprint can be: the norm of what was remembered."""
         return norm_of(self._seen.astype(np.float64))
 
+    def next_part(self) -> tuple[audit.Looked, Tensor] | None:
+        """What is to be compared before the next step, and what it was; None: nothing."""
+        known, parameter = self._seen, self.parameter
+        if self._mark != (parameter._version, parameter.data_ptr()):
+            return known, parameter
+        turn = (self._turn + 1) % self._turns
+        if not self.is_matrix:
+            return None if turn else (known, parameter)
+        low = turn * self._part * self.columns
+        return known[low : low + self._part * self.columns], self._parts[turn]
+
+    def turn(self) -> None:
+        """The next part has been compared."""
+        self._turn = (self._turn + 1) % self._turns
+
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        known, parameter = self._seen, self.parameter
-        now: Tensor = parameter
-        if self._mark == (parameter._version, parameter.data_ptr()):
-            self._turn = (self._turn + 1) % self._turns
-            if self.is_matrix:
-                low = self._turn * self._part * self.columns
-                known, now = known[low : low + self._part * self.columns], self._parts[self._turn]
-            elif self._turn:
-                return False
+        compared, parameter = self.next_part(), self.parameter
+        self.turn()
+        if compared is None:
+            return False
+        known, now = compared
         found = self.look(now)
         if (found == known).all():
             return False
