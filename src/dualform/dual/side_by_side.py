@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import is_elementwise
 from dualform.dual.gradients import Keep, updates_of
 from dualform.dual.masked import masked
 from dualform.dual.segments import Segment, cut, replay
+from dualform.dual.threads import shared_out
 from dualform.dual.weights import rebuilt
 from dualform.errors import QuestionError
 from dualform.store.reader import Store
@@ -87,17 +87,12 @@ def _strung(
 
 
 def run(tasks: Iterable[Callable[[], T]], workers: int) -> Generator[T, None, None]:
-    """The results of tasks, in order. The threads that PyTorch uses within an operation are shared out among the workers."""
-    threads, waiting = torch.get_num_threads(), deque[Future[T]]()
-    torch.set_num_threads(max(1, threads // workers))
-    pool = ThreadPoolExecutor(workers)
-    try:
+    """The results of tasks, in order."""
+    waiting = deque[Future[T]]()
+    with shared_out(workers) as pool:
         for task in tasks:
             waiting.append(pool.submit(task))
             if len(waiting) == 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
