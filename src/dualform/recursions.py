@@ -191,9 +191,14 @@ def _adam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor
     squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
     if s["amsgrad"]:
         squares = torch.maximum(shared["max_exp_avg_sq"], squares, out=shared["max_exp_avg_sq"])
+    size, eps = adam_numbers(s)
+    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size, squares, eps, room)
+
+
+def adam_numbers(s: Settings) -> tuple[float, float]:
+    """size and ε of Adam's size·m / (√v + ε); what it corrects in its first steps is in them."""
     root = math.sqrt(1 - s["beta2"] ** s["count"])
-    size = s["lr"] / (1 - s["beta1"] ** s["count"])
-    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size * root, squares, s["eps"] * root, room)
+    return s["lr"] / (1 - s["beta1"] ** s["count"]) * root, s["eps"] * root
 
 
 def nadam_momentum(s: Settings, count: float) -> float:

@@ -85,3 +85,23 @@ def test_before_a_snapshot_a_mask_replays_once(tmp_path, monkeypatch, kind):
         for name, value in then.masked(keep="label = 1", read=read).state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
     assert len(walks) == (8 if kind is torch.optim.AdamW else 0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax])
+def test_rows_walk_side_by_side_as_they_do_one_after_the_other(tmp_path, monkeypatch, kind):
+    model, store = recorded(tmp_path / "run", kind)
+    monkeypatch.setattr(gradients, "TILE_BYTES", 1)
+    monkeypatch.setattr(replay, "SLOT_BYTES", 1)
+    walks = [(updates_of(store, name, end=6), Mask(store, "label = 1", 6)) for name, _ in model.named_parameters()]
+    expected, before = [forward(store, *walk) for walk in walks], torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        found = [forward(store, *walk) for walk in walks]
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError):
+            replay._each(iter([[], []]), [slice(0, 1), slice(1, 2)], lambda rows, steps: 1 // 0)
+    finally:
+        torch.set_num_threads(before)
+    for side_by_side, apart in zip(found, expected, strict=True):
+        for one, other in zip(side_by_side, apart, strict=True):
+            torch.testing.assert_close(one.weight, other.weight, rtol=1e-13, atol=1e-14)

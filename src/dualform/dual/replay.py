@@ -7,12 +7,15 @@ C_s of the last step comes first; the matrices of a stretch are kept in memory, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dualform.dual.gradients import Keep, Replayed, Rows, Step, Updates
+from dualform.dual.one_pass import in_one_pass
+from dualform.dual.threads import shared_out
 from dualform.recursions import KINDS, Factor, Kind, Linear, outer
 from dualform.store.reader import Store
 
@@ -102,19 +105,44 @@ def forward(
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
     walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
-    for steps in _stretches(gradients):
-        for rows in [None] if on_each else gradients.tiles():
-            here, there, totals = now.of(rows), masked.of(rows), (gradients.sum(rows), gradients.sum(rows))
-            room = torch.empty_like(here.weight)
-            for step in steps:
-                full = gradients(step, totals[0])
-                linear = step_on(here, kind, settings[step.place], full, walk=walk, room=room)
-                if keep is not None:
-                    kept = full if step.kept is step.slots else gradients.kept(step, totals[1])
-                    linear.apply(there.weight, there.average, kept)
-                if on_each is not None:
-                    on_each(linear)
+    alone = on_each is None and (keep is None or not walk)
+
+    def on(rows: slice | None, steps: list[Step]) -> None:
+        here, there, totals = now.of(rows), masked.of(rows), (gradients.sum(rows), gradients.sum(rows))
+        room = torch.empty_like(here.weight)
+        for step in steps:
+            full, some = gradients(step, totals[0]), settings[step.place]
+            kept = full if keep is None or step.kept is step.slots else gradients.kept(step, totals[1])
+            if alone and in_one_pass(kind, some, there.shared, there.weight, there.average, full, kept):
+                continue
+            linear = step_on(here, kind, some, full, walk=walk, room=room)
+            if keep is not None:
+                linear.apply(there.weight, there.average, kept)
+            if on_each is not None:
+                on_each(linear)
+
+    _each(_stretches(gradients), [None] if on_each else gradients.tiles(), on)
     return now, masked
+
+
+def _each(
+    stretches: Iterator[list[Step]], tiles: list[slice | None], on: Callable[[slice | None, list[Step]], None]
+) -> None:
+    """Rows after rows through one stretch after the other; side by side, where there are threads, while the next one is read."""
+    workers = min(torch.get_num_threads(), len(tiles))
+    if workers == 1:
+        for steps in stretches:
+            for rows in tiles:
+                on(rows, steps)
+        return
+    with shared_out(workers) as pool:
+        walking: list[Future[None]] = []
+        for steps in stretches:
+            for one in walking:
+                one.result()
+            walking = [pool.submit(on, rows, steps) for rows in tiles]
+        for one in walking:
+            one.result()
 
 
 def _stretches(gradients: Replayed) -> Iterator[list[Step]]:

@@ -13,10 +13,11 @@ import torch  # noqa: F401 - the library finds PyTorch's threads when it is load
 
 from dualform.native.compile import library
 
-COUNT, POINTER = ctypes.c_int64, ctypes.c_void_p
+COUNT, NUMBER, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "slots": (ctypes.PyDLL, [COUNT] * 4 + [POINTER] * 8 + [COUNT], ctypes.c_int),
     "looks": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
+    "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
 }
 """What each function in kernels.c takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""
