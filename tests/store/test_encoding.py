@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.store.encoding import Pool, Wanted, decode, encode, encode_all
+from dualform.store.encoding import PAGE, Pool, Wanted, decode, encode, encode_all
 
 
 def there_and_back(vectors, dtype):
@@ -126,6 +126,16 @@ def test_a_pool_gives_memory_again_once_all_of_it_is_back():
     assert encode(torch.randn(2, 8), "float32", pool, "y").slab is not one.slab
     pool.give(two)
     assert encode(torch.randn(2, 8), "float32", pool, "z").slab is one.slab
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_memory_of_a_pool_begins_at_a_page(dtype):
+    for columns in (1, 7, 800):
+        room, slab, first = Pool().take("a", torch.Size([128, columns]), dtype)
+        assert slab.memory.data_ptr() % PAGE == 0
+        assert room.data_ptr() == slab.memory.data_ptr()
+        assert first == 0
+        assert slab.memory.is_contiguous()
 
 
 def test_a_pool_never_gives_away_memory_in_use():

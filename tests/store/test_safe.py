@@ -21,8 +21,9 @@ fcntl = pytest.importorskip("fcntl")
 
 def plain(tensors):
     """The file, put together in memory as the format says."""
-    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
-    whole = {name: np.concatenate(tensors[name]) if len(tensors[name]) > 1 else tensors[name][0] for name in names}
+    whole = {name: np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in tensors.items()}
+    names = sorted(tensors, key=lambda name: (whole[name].nbytes % BLOCK > 0, -whole[name].dtype.itemsize, name))
+    whole = {name: whole[name] for name in names}
     header = {"__metadata__": {name: xxhash.xxh3_64_hexdigest(whole[name].tobytes()) for name in names}}
     data = b""
     for name, tensor in whole.items():
@@ -30,7 +31,7 @@ def plain(tensors):
         header[name] = {"dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": offsets}
         data += tensor.tobytes()
     head = json.dumps(header, separators=(",", ":"))
-    head = (head + " " * (-len(head) % 8)).encode()
+    head = (head + " " * (-(8 + len(head)) % (BLOCK if len(data) >= safe.DIRECT_FROM else 8))).encode()
     return len(head).to_bytes(8, "little") + head + data
 
 
@@ -210,6 +211,30 @@ def test_large_files_are_written_directly_and_small_ones_are_not(tmp_path, direc
     assert direct[:2] == [STAGE, STAGE]
     assert 3 * STAGE - 2 * BLOCK < sum(direct) <= 3 * STAGE
     assert not [size for size in direct if size % BLOCK]
+
+
+def aligned(size):
+    """Bytes that begin at a block in memory."""
+    memory = np.empty(size + BLOCK, np.uint8)
+    skip = -memory.ctypes.data % BLOCK
+    memory[skip : skip + size] = noise((size,))
+    return memory[skip : skip + size]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_blocks_are_written_from_where_they_are(tmp_path, monkeypatch, way):
+    way(monkeypatch)
+    large = aligned(DIRECT_FROM + 3 * BLOCK)
+    beside = {"of blocks": [large[: 70 * BLOCK], large[BLOCK:], noise((2 * BLOCK,))], "odd": [aligned(40 * BLOCK + 7)]}
+    check(tmp_path / "file", {**beside, "after": [noise((5, 7), "float16")], "later": [large]})
+    check(tmp_path / "crooked", {"a": [large[: 33 * BLOCK + 8], large[: 99 * BLOCK]], "b": [large[8:]]})
+
+
+def test_nothing_is_copied_that_is_of_whole_blocks(tmp_path, direct, monkeypatch):
+    monkeypatch.setattr(safe, "STAGE", 16 * BLOCK)
+    large = aligned(2 * DIRECT_FROM)
+    check(tmp_path / "file", {"a": [large, large[:DIRECT_FROM]], "b": [noise((5,))]})
+    assert direct == [len(large), DIRECT_FROM]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])

@@ -20,6 +20,7 @@ from torch import Tensor
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
+PAGE = 4096
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
 STRETCH = (
@@ -152,13 +153,21 @@ class Pool:
             slab = free.pop()
             self._bytes -= slab.memory.nbytes
             return slab
-        return Slab(torch.empty(rows, shape[1], dtype=dtype))
+        return Slab(_aligned(rows, shape[1], dtype))
 
     def _keep(self, slab: Slab) -> None:
         if self._bytes + slab.memory.nbytes <= self._most:
             slab.used = 0
             self._free[slab.memory.shape, slab.memory.dtype].append(slab)
             self._bytes += slab.memory.nbytes
+
+
+def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Memory that begins at a page, so that it can be written to the disk as it is."""
+    size = rows * columns * dtype.itemsize
+    memory = torch.empty(size + PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    return memory[skip : skip + size].view(dtype).view(rows, columns)
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 The format is the library's, which also reads it: 8 bytes of header length, a JSON header, the tensors' bytes. The
 header holds each tensor's checksum; the manifest holds the header's.
 
-Files are written beside a training that wants the processor for itself. So each byte is fetched from memory once: it is
-copied to a staging buffer, enters the checksum while the cache still holds it, and goes from the buffer to the disk
-without another copy in the system's page cache (O_DIRECT), where system and file system can do so.
+Files are written beside a training that wants the processor for itself. So each byte is fetched from memory once, for its checksum: whole
+blocks go to the disk from where they are, without a copy in the system's page cache (O_DIRECT), where system and file system can do so.
+What does not begin at a block, in memory or in the file, is copied to a staging buffer first, and summed while the cache still holds it.
 """
 
 from __future__ import annotations
@@ -37,33 +37,39 @@ DIRECT_FROM = 1 << 20  # smaller files are written the ordinary way
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
-    """Write and flush a file; the parts of a tensor are joined along their first axis. Tensors are laid out by the size of their elements, so that each is aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    """Write and flush a file; the parts of a tensor are joined along their first axis.
+
+    Tensors of whole blocks come first, so that each begins at one, the others by the size of their elements, so that each is aligned.
+    """
+    sizes = {name: sum(piece.nbytes for piece in pieces) for name, pieces in tensors.items()}
+    order = sorted(tensors, key=lambda name: (sizes[name] % BLOCK > 0, -tensors[name][0].dtype.itemsize, name))
     sums = dict.fromkeys(order, checksum(b""))  # in the place of those to come, which are as long
     header: dict[str, Any] = {"__metadata__": sums}
     size = 0
     for name in order:
         pieces = tensors[name]
-        start, size = size, size + sum(piece.nbytes for piece in pieces)
+        start, size = size, size + sizes[name]
         shape = list(pieces[0].shape)
         if len(pieces) > 1:
             shape[0] = sum(len(piece) for piece in pieces)
         header[name] = {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [start, size]}
+    unit = BLOCK if size >= DIRECT_FROM else 8
     with path.open("wb", buffering=0) as file:
-        stage = _Stage(file.fileno(), len(_head(header)), size)
+        stage = _Stage(file.fileno(), len(_head(header, unit)), size)
         for name in order:
             sums[name] = stage.add(tensors[name])
         stage.close()
-        head = _head(header)
+        head = _head(header, unit)
         os.lseek(file.fileno(), 0, os.SEEK_SET)
         stage.write(memoryview(head))
         os.fsync(file.fileno())
     return File(len(head) + size, checksum(head))
 
 
-def _head(header: dict[str, Any]) -> bytes:
+def _head(header: dict[str, Any], unit: int) -> bytes:
+    """The header, as long as some whole units."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % unit)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -85,7 +91,7 @@ class _Stage:
         """Append a tensor; gives its checksum."""
         total = xxhash.xxh3_64()
         for piece in _joined(pieces):
-            data = piece.reshape(-1).view(np.uint8)
+            data = self._straight(piece.reshape(-1).view(np.uint8), total)
             while len(data):
                 hot = self._memory[self._used : self._used + min(len(data), HOT)]
                 hot[:] = data[: len(hot)]
@@ -96,6 +102,17 @@ class _Stage:
                     self.write(self._memory.data)
                     self._used = 0
         return total.hexdigest()
+
+    def _straight(self, data: Array, total: xxhash.xxh3_64) -> Array:
+        """Write and sum the whole blocks that a piece begins with, from where they are; gives the rest."""
+        whole = len(data) // BLOCK * BLOCK
+        if not (self._direct and whole) or self._used % BLOCK or data.ctypes.data % BLOCK:
+            return data
+        self.write(self._memory[: self._used].data)
+        self._used = 0
+        total.update(data[:whole].data)
+        self.write(data[:whole].data)
+        return data[whole:]
 
     def close(self) -> None:
         """Write what is left; after that, any number of bytes can be written to any place."""
