@@ -8,7 +8,11 @@ from hypothesis.extra import numpy as hnp
 
 import dualform
 from dualform.errors import QuestionError
+from dualform.native import picked, ranked
+from dualform.native.picked import Picked
 from dualform.query import answers, attention, pruned
+from dualform.query import bounds as bounding
+from dualform.query import sketch as sketching
 from dualform.query.bounds import Contributions, Products, Seen
 from dualform.query.pruned import Members, Wanted, best_of
 from dualform.query.ranking import ranked_by
@@ -32,7 +36,8 @@ def seen(queries, vectors, numbers=None):
         return sketch(len(vectors), vectors.dtype, lambda some, out: vectors[some], [(0, vectors)], fine=fine)
 
     numbers = torch.arange(len(vectors)) if numbers is None else numbers
-    return Seen(torch.as_tensor(queries), known, numbers, lambda some, out: vectors[some])
+    picked = Picked([(vectors, None)])
+    return Seen(torch.as_tensor(queries), known, numbers, lambda some, out: vectors[some], lambda: picked)
 
 
 @pytest.fixture
@@ -54,8 +59,10 @@ def always(monkeypatch):
     groups=st.integers(1, 3),
     at_once=st.sampled_from([0, 1 << 20]),
     way=st.sampled_from(WAYS),
+    dtype=st.sampled_from([np.float32, np.float64]),
 )
-def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_once, way):
+def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_once, way, dtype):
+    keys, queries = keys.astype(dtype), queries.astype(dtype)
     codes = torch.arange(len(keys)) * 7 % 5 % groups
     sizes = {"AT_ONCE": at_once, "QUERIES": block, "TILE": 3, "ENOUGH": 2, "FINE": 3, "LOOK": look, "TIMES": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +70,7 @@ def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_onc
             patch.setattr(pruned, name, value)
         numbers = torch.arange(len(keys)) * 2  # numbers are not places
         wanted = Wanted(k, way, Members(numbers, codes if groups > 1 else None, groups))
-        found = best_of(Products(seen(queries, keys), way), len(queries), wanted, torch.float64)
+        found = best_of(Products(seen(queries, keys), way), len(queries), wanted, torch.from_numpy(keys).dtype)
     scores = torch.from_numpy(queries @ keys.T)
     for group, best in enumerate(found):
         mine = torch.nonzero(codes == group)[:, 0]
@@ -76,7 +83,12 @@ def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_onc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("way", WAYS)
-def test_no_score_is_beyond_its_bound(dtype, scale, way):
+@pytest.mark.parametrize("compact", [False, True])
+def test_no_score_is_beyond_its_bound(monkeypatch, dtype, scale, way, compact):
+    """compact: very many vectors, in bfloat16, that are decoded a few at a time."""
+    if compact:
+        monkeypatch.setattr(sketching, "SKETCH_BYTES", 0)
+        monkeypatch.setattr(bounding, "STRETCH", 7)
     generator = torch.Generator().manual_seed(0)
 
     def draw(n, d):
@@ -92,6 +104,7 @@ def test_no_score_is_beyond_its_bound(dtype, scale, way):
         products: queries @ keys.T,
         contributions: (queries @ keys.T * weight + bias) * (slopes @ errors.T),
     }
+    assert products._keys._known(False).seen.near.dtype == (torch.bfloat16 if compact else dtype)
     for bounds, scores in plain.items():
         torch.testing.assert_close(bounds.exact(here, places), scores[2:7, 10:290], rtol=1e-4, atol=1e-4 * scale)
         for fine in (False, True):
@@ -201,6 +214,24 @@ def test_keys_that_several_slots_share(tmp_path, always, k, way, at_once):
             decides = ranked_by(every.scores[query, 0], next(iter(way), "highest")).tolist()
             expected = every.slots[ranking.top(decides, k)].tolist()
             assert bounded.filter(query=query)["slot"].to_list() == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("question", ["attend", "contributions"])
+@pytest.mark.parametrize("way", [{}, {"lowest": True}, {"absolute": True}, {"where": pl.col("label") != 1}])
+@pytest.mark.parametrize("per", [{}, {"per": "label"}])
+def test_the_loops_in_c_answer_as_the_plain_way(tmp_path, always, dtype, question, way, per):
+    always.setattr(pruned, "MANY", 2)
+    dual = train(tmp_path / "run", precision=torch.float32, dtype=dtype).dual
+    for layer in dual.layers:
+        compiled = getattr(dual, question)(INPUTS[:1].float())[layer].top(4, **way, **per)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (picked, ranked):
+                patch.setattr(module, "kernels", lambda: None)
+            plain = getattr(dual, question)(INPUTS[:1].float())[layer].top(4, **way, **per)
+        [value] = {"weight", "contribution"} & set(plain.columns)
+        assert compiled.drop(value).equals(plain.drop(value))
+        assert np.allclose(compiled[value], plain[value], rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture

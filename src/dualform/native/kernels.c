@@ -251,3 +251,131 @@ void adam(int64_t n, float keep_v, float take_v, float take_m, float shrink, flo
         one_pass(some, keep_v, take_v, take_m, size, eps, gradient + low, kept + low, v + low, m + low, w + low);
     }
 }
+
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
+enum { AHEAD = 2 }; /* so many vectors before it is needed, the processor is told of one */
+
+/* sums += LANES stored numbers × scale × y */
+static inline __attribute__((always_inline)) void add_product(Lanes *sums, const uint16_t *x, float scale, const float *y,
+                                                              int kind) {
+    const Bits bits = __builtin_convertvector(*(const Shorts *)x, Bits), rest = bits & 0x7fffu;
+    const Bits small = (Bits)(__builtin_convertvector((Ints)rest, Lanes) * 0x1p-24f), is_small = (Bits)(rest < 0x400u);
+    const Bits large = (rest << 13) + (112u << 23) + ((Bits)(rest >= 0x7c00u) & 112u << 23);
+    const Bits half = (small & is_small) | (large & ~is_small) | (bits & 0x8000u) << 16;
+    *sums += (Lanes)(kind == FLOAT16 ? half : bits << 16) * scale * *(const Lanes *)y;
+}
+
+static inline __attribute__((always_inline)) float dot_of(const uint16_t *x, float scale, const float *y, int64_t n, int kind) {
+    Lanes sums = {0};
+    uint16_t last_x[LANES] = {0};
+    float last_y[LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) add_product(&sums, x + i, scale, y + i, kind);
+    memcpy(last_x, x + i, sizeof *x * (size_t)(n - i));
+    memcpy(last_y, y + i, sizeof *y * (size_t)(n - i));
+    add_product(&sums, last_x, scale, last_y, kind);
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    return sum;
+}
+
+LOOP float dot_halves(const uint16_t *x, float scale, const float *y, int64_t n) { return dot_of(x, scale, y, n, FLOAT16); }
+LOOP float dot_brains(const uint16_t *x, float scale, const float *y, int64_t n) { return dot_of(x, scale, y, n, BFLOAT16); }
+
+/* out (m, n) = queries (m, d) · vectors that are picked out by their numbers (n,) from t tables, of which each goes on
+   counting where the one before ends. Each vector is read from where it lies.
+
+   ends (t): the number after each table's last; tables (t): where it begins; exponents (t): of its vectors' powers of
+   two, or NULL. Numbers that ascend are found at once. Gives 0; 1: there is no such number. */
+int picked(int64_t n, int64_t t, int64_t d, int64_t m, int64_t kind, const int64_t *numbers, const int64_t *ends,
+           const char *const *tables, const int16_t *const *exponents, const float *queries, float *out) {
+    const int64_t bytes = d * (kind == FLOAT32 ? 4 : 2);
+    for (int64_t i = 0, table = 0; i < n; i++) {
+        const int64_t number = numbers[i], soon = i + AHEAD < n ? numbers[i + AHEAD] : number;
+        if (number < 0 || !t || number >= ends[t - 1]) return 1;
+        while (number >= ends[table]) table++;
+        while (table && number < ends[table - 1]) table--;
+        const int64_t row = number - (table ? ends[table - 1] : 0);
+        const char *vector = tables[table] + row * bytes;
+        const float scale = exponents[table] ? ldexpf(1, exponents[table][row]) : 1;
+        /* Mostly in the same table; where not, a hint does no harm */
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(vector + (soon - number) * bytes + byte, 0, 2);
+        for (int64_t q = 0; q < m; q++) {
+            const float *query = queries + q * d;
+            out[q * n + i] = kind == FLOAT32   ? dot((const float *)vector, query, d)
+                             : kind == FLOAT16 ? dot_halves((const uint16_t *)vector, scale, query, d)
+                                               : dot_brains((const uint16_t *)vector, scale, query, d);
+        }
+    }
+    return 0;
+}
+
+/* Scores in their order as whole numbers: NaN is above all, −0 is 0, and of equal scores that of the lower place is higher. */
+static inline uint64_t standing(float score, int64_t place) {
+    uint32_t bits;
+    score += 0.0f;
+    memcpy(&bits, &score, 4);
+    bits = score != score ? UINT32_MAX : bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (UINT32_MAX - (uint32_t)place);
+}
+
+/* Bring the k highest of n numbers to the front, in any order; the lowest of them is then x[k - 1]. */
+static void to_the_front(uint64_t *x, int64_t n, int64_t k) {
+    for (int64_t low = 0, high = n - 1; low < high;) {
+        const uint64_t middle = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > middle) i++;
+            while (x[j] < middle) j--;
+            if (i <= j) {
+                const uint64_t other = x[i];
+                x[i++] = x[j];
+                x[j--] = other;
+            }
+        }
+        if (k - 1 <= j)
+            high = j;
+        else if (k - 1 >= i)
+            low = i;
+        else
+            return;
+    }
+}
+
+/* The k highest of n scores in each group, in any order, as their standing, whose low half is 2³² − 1 − place: in held
+   (groups, 2k), of which the first counts[group] ≤ k are then filled. codes (n): the group of each; NULL: there is one.
+   least (groups): memory to work in. n < 2³². */
+void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const int64_t *codes, uint64_t *held, int64_t *counts,
+             float *least) {
+    for (int64_t group = 0; group < groups; group++) counts[group] = 0, least[group] = -INFINITY;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t group = codes ? codes[i] : 0;
+        if (scores[i] < least[group]) continue;
+        uint64_t *mine = held + group * 2 * k;
+        mine[counts[group]++] = standing(scores[i], i);
+        if (counts[group] == 2 * k) {
+            to_the_front(mine, 2 * k, k);
+            least[group] = scores[UINT32_MAX - (uint32_t)mine[k - 1]];
+            counts[group] = k;
+        }
+    }
+    for (int64_t group = 0; group < groups; group++)
+        if (counts[group] > k) {
+            to_the_front(held + group * 2 * k, counts[group], k);
+            counts[group] = k;
+        }
+}
+
+LOOP void compare(int64_t n, const float *restrict bound, const int64_t *codes, const float *least, char *restrict out) {
+    if (codes)
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < least[codes[i]]);
+    else
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < *least);
+}
+
+/* out (n): whether what none of n scores ranks above reaches what its group needs, least (groups). codes (n): as above. */
+void reaching(int64_t n, const float *bound, const int64_t *codes, const float *least, char *out) {
+    compare(n, bound, codes, least, out);
+}

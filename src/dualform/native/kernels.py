@@ -18,6 +18,9 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "slots": (ctypes.PyDLL, [COUNT] * 4 + [POINTER] * 8 + [COUNT], ctypes.c_int),
     "looks": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
+    "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6, ctypes.c_int),
+    "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5, None),
+    "reaching": (ctypes.CDLL, [COUNT] + [POINTER] * 4, None),
 }
 """What each function in kernels.c takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dualform.layers.streams import Layer
+from dualform.native.picked import Picked
 from dualform.query.ranking import Way, ranked_by
 from dualform.query.remembered import remembered
-from dualform.query.sketch import DIRECTIONS, FINE_BYTES, Glimpse, Sketch, lengths, sketch
+from dualform.query.sketch import DIRECTIONS, FINE_BYTES, STRETCH, Glimpse, Sketch, lengths, sketch
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 
@@ -36,15 +37,22 @@ def seen(store: Store, layer: Layer, what: str, queries: Tensor, numbers: Tensor
 
         return remembered(store, ("sketch", layer.name, what, dtype, fine), make)
 
-    return Seen(queries, known, numbers, gather)
+    return Seen(queries, known, numbers, gather, lambda: store.picked(place, what))
 
 
 class Seen:
     """Queries (n, d) beside some of the vectors of a sketch: those with these numbers, in any order and with repetitions."""
 
-    def __init__(self, queries: Tensor, known: Callable[[bool], Sketch], numbers: Tensor, gather: Gather):
-        """known: the sketch of all vectors, or the fine one, which is made when it is first needed."""
-        self.queries, self._known, self._numbers, self._gather = queries, known, numbers, gather
+    def __init__(
+        self,
+        queries: Tensor,
+        known: Callable[[bool], Sketch],
+        numbers: Tensor,
+        gather: Gather,
+        picked: Callable[[], Picked] = lambda: Picked([]),
+    ):
+        """known: the sketch of all vectors, or the fine one, which is made when it is first needed. picked: the vectors again."""
+        self.queries, self._known, self._numbers, self._gather, self._picked = queries, known, numbers, gather, picked
         # as many need not be the same: an epoch has as many slots as there are keys, in another order
         self._in_order = _counts_up(numbers)
         self._own: dict[bool, Glimpse] = {}
@@ -75,6 +83,23 @@ class Seen:
         near, rest = (t[here] if isinstance(here, slice) else t.index_select(0, here) for t in known)
         return Glimpse(own.near[queries], own.rest[queries]), Glimpse(near.to(own.near.dtype), rest)
 
+    def near(self, queries: slice, places: Places, room: Room, *, fine: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Their products as far as they are seen, (queries, slots), and the rests of both."""
+        fine = fine and self._finer
+        own, known, here = self.own(fine=fine), self._known(fine), self._chosen(places)
+        rests, near = (own.rest[queries], known.seen.rest[here]), known.seen.near
+        found = known.picked.dots(own.near[queries], here) if isinstance(here, Tensor) else None
+        if found is not None:
+            return found, *rests
+        found = room(*map(len, rests))
+        size = max(1, found.shape[1] if near.dtype == found.dtype else STRETCH)
+        for low in range(0, found.shape[1], size):
+            first = low if isinstance(places, Tensor) else low + places.start
+            some = slice(first, first + min(size, found.shape[1] - low))
+            mine, its = self.both(queries, places[some] if isinstance(places, Tensor) else some, fine=fine)
+            torch.mm(mine.near, its.near.T, out=found[:, low : low + size])
+        return found, *rests
+
     def _chosen(self, places: Places) -> Places:
         return places if self._in_order else self._numbers[places]
 
@@ -84,11 +109,17 @@ class Seen:
         if not bool((numbers.diff() > 0).all()):
             numbers, back = torch.unique(numbers, return_inverse=True)
         some = self.queries[queries]
+        found = self._picked().dots(some, numbers)
+        if found is None:
+            found = self._gathered(some, numbers)
+        return found if back is None else found[:, back]
+
+    def _gathered(self, some: Tensor, numbers: Tensor) -> Tensor:
         found = some.new_empty(len(some), len(numbers))
         for low in range(0, len(numbers), READ):
             here = numbers[low : low + READ]
             found[:, low : low + READ] = some @ self._gather(here, self._room(len(here), some.shape[1])).T
-        return found if back is None else found[:, back]
+        return found
 
 
 def _counts_up(numbers: Tensor) -> bool:
@@ -116,11 +147,9 @@ class Products:
 
     def bound(self, queries: slice, places: Places, *, fine: bool = False) -> tuple[Tensor, Tensor]:
         """What the scores seem to be, and what none ranks above, (queries, slots) each. Good until the next are asked for."""
-        own, keys = self._keys.both(queries, places, fine=fine)
-        rooms = [room(len(own.rest), len(keys.rest)) for room in self._rooms]
-        guess = torch.mm(-own.near if self._way == "lowest" else own.near, keys.near.T, out=rooms[0])
-        guess = guess.abs_() if self._way == "absolute" else guess
-        return guess, torch.addr(guess, own.rest, keys.rest, out=rooms[1])
+        guess, own, keys = self._keys.near(queries, places, self._rooms[0], fine=fine)
+        guess = guess.abs_() if self._way == "absolute" else guess.neg_() if self._way == "lowest" else guess
+        return guess, torch.addr(guess, own, keys, out=self._rooms[1](*guess.shape))
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots)."""
@@ -137,7 +166,7 @@ class Contributions:
     @property
     def lengths(self) -> Tensor:
         """(slots,)"""
-        return (self._keys.lengths * self._weight.abs() + self._bias.abs()) * self._errors.lengths
+        return (self._keys.lengths * self._weight.abs()).add_(self._bias.abs()).mul_(self._errors.lengths)
 
     @property
     def sizes(self) -> Tensor:
@@ -148,10 +177,9 @@ class Contributions:
         """|a b − near_a near_b| ≤ off_a |near_b| + |near_a| off_b + off_a off_b."""
         near, off = [], []
         for seen, first in ((self._keys, 0), (self._errors, 2)):
-            own, some = seen.both(queries, places, fine=fine)
-            rooms = [room(len(own.rest), len(some.rest)) for room in self._rooms[first : first + 2]]
-            near.append(torch.mm(own.near, some.near.T, out=rooms[0]))
-            off.append(torch.mul(own.rest[:, None], some.rest, out=rooms[1]))
+            product, own, some = seen.near(queries, places, self._rooms[first], fine=fine)
+            near.append(product)
+            off.append(torch.mul(own[:, None], some, out=self._rooms[first + 1](*product.shape)))
         near[0].mul_(self._weight[places]).add_(self._bias[places])
         off[0].mul_(self._weight[places].abs())
         guess = ranked_by(near[0] * near[1], self._way)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.native.ranked import highest, reaching
 from dualform.query.ranking import Best, Way, ranked_by
 
+Places = Tensor | slice
 AHEAD = 1.25
 """A first look at so many slots for each one wanted, those that look best, shows which scores are needed."""
 AT_ONCE = 1 << 22
@@ -28,8 +30,8 @@ LOOK, TIMES = 1 << 14, 32
 """The first look is then at so many slots only, the longest, or at this many for each one wanted."""
 ENOUGH = 4096
 """When so many slots have passed, they are looked at."""
-MANY, FINE = 1024, 4096
-"""If more slots have passed than this, finer bounds decide which of them are read; so many slots at a time."""
+MANY, FINE = 1024, 1 << 14
+"""If more slots have passed than this, finer bounds decide which of them are read; so many at a time, for one query."""
 DENSE = 0.25
 """If more than this part of the slots passes, bounds do not pay."""
 
@@ -45,7 +47,7 @@ class Bounds(Protocol):
     def sizes(self) -> Tensor:
         """(queries,)"""
 
-    def bound(self, queries: slice, places: Tensor | slice, *, fine: bool = False) -> tuple[Tensor, Tensor]:
+    def bound(self, queries: slice, places: Places, *, fine: bool = False) -> tuple[Tensor, Tensor]:
         """What scores seem to be, and what none ranks above, (queries, slots) each. Good until the next are asked for."""
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
@@ -101,15 +103,23 @@ class Wanted:
     def add(self, bests: list[Best], places: Tensor, scores: Tensor) -> None:
         """scores: (queries, n); places ascend, above all that came before."""
         numbers = self.members.numbers[places]
-        for best, mine in zip(bests, self.members.grouped(places), strict=True):
-            some = scores if len(bests) == 1 else scores.index_select(1, mine)
+        for best, mine in zip(bests, self._foremost(ranked_by(scores, self.way), places, self.k), strict=True):
+            some = scores.index_select(1, mine) if len(bests) > 1 or len(scores) == 1 else scores
             best.add(ranked_by(some, self.way), numbers[mine], some)
 
     def least(self, places: Tensor, scores: Tensor) -> Tensor:
         """What a score must reach to be among the best, as far as these scores (queries, n) tell, (queries, groups)."""
         ranked = ranked_by(scores, self.way)
-        found = [self.kth(ranked.index_select(1, mine), places[mine]) for mine in self.members.grouped(places)]
-        return torch.stack(found, 1)
+        foremost = self._foremost(ranked, places, self.k)
+        return torch.stack([self.kth(ranked.index_select(1, mine), places[mine]) for mine in foremost], 1)
+
+    def _foremost(self, ranked: Tensor, places: Places, count: int) -> list[Tensor]:
+        """Which of some slots are the best of each group, best first, if there is one query; else all of each group."""
+        codes = self.members.codes
+        found = highest(ranked, None if codes is None else codes[places], self.members.groups, count)
+        if found is not None:
+            return found
+        return self.members.by_group if isinstance(places, slice) else self.members.grouped(places)
 
     def kth(self, ranked: Tensor, places: Tensor) -> Tensor:
         """The score of the k-th best slot of each query, (queries,). ranked: (queries, n); places: (n,) or (queries, n)."""
@@ -132,22 +142,28 @@ class Wanted:
         reaching = ~(best.scores < self.kth(best.scores, best.numbers)[:, None])
         return best.first(int(reaching.sum(1).max()))
 
-    def looking_best(self, guess: Tensor, by_group: Sequence[Tensor]) -> Tensor:
-        """Which of some slots to look at first, ascending. guess: (queries, n). by_group: of these n, those of each group."""
+    def looking_best(self, guess: Tensor, places: Places) -> Tensor:
+        """Which of some slots to look at first, ascending. guess: (queries, n); places: of these n, or of all slots."""
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
         found = [torch.zeros(0, dtype=torch.int64)]
-        for mine in by_group:
-            some = (guess if len(by_group) == 1 else guess.index_select(1, mine)).numpy()
-            rest = max(0, len(mine) - count)
-            best = np.argpartition(some, rest, axis=1)[:, rest:] if rest else np.arange(len(mine))
+        for mine in self._foremost(guess, places, count):
+            rest = len(mine) - count
+            if rest <= 0:
+                found.append(mine)
+                continue
+            some = (guess if len(mine) == guess.shape[1] else guess.index_select(1, mine)).numpy()
+            best = np.argpartition(some, rest, axis=1)[:, rest:]
             found.append(mine[torch.from_numpy(best.reshape(-1))])
-        places: Tensor = torch.unique(torch.cat(found))
-        return places
+        looked: Tensor = torch.unique(torch.cat(found))
+        return looked
 
-    def reach(self, bound: Tensor, places: Tensor | slice, least: Tensor) -> Tensor:
+    def reach(self, bound: Tensor, places: Places, least: Tensor) -> Tensor:
         """Which of some slots may be among the best of any query, (n,)."""
-        codes = self.members.codes
-        beyond = bound.sub_(least if codes is None else least.index_select(1, codes[places]))
+        codes = None if self.members.codes is None else self.members.codes[places]
+        found = reaching(bound, codes, least)
+        if found is not None:
+            return found
+        beyond = bound.sub_(least if codes is None else least.index_select(1, codes))
         return ~((beyond.amax(0) if len(beyond) > 1 else beyond[0]) < 0)
 
 
@@ -174,14 +190,14 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted, dtype: torch.dtype)
     total, count = len(wanted.members.numbers), queries.stop - queries.start
     everything = slice(0, total)
     guess, bound = bounds.bound(queries, everything)
-    looked = wanted.looking_best(guess, wanted.members.by_group)
+    looked = wanted.looking_best(guess, everything)
     if len(looked) > DENSE * total:
         return None
     known = bounds.exact(queries, looked)
     least = wanted.least(looked, known)
     passed = wanted.reach(bound, everything, least)
     passed[looked] = False
-    places = _finer(bounds, queries, torch.nonzero(passed)[:, 0], wanted, least)
+    places = _finer(bounds, queries, torch.from_numpy(np.flatnonzero(passed.numpy())), wanted, least)
     if len(places) + len(looked) > DENSE * total:
         return None
     places, order = torch.cat([looked, places]).sort()
@@ -193,7 +209,7 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted, dtype: torch.dtype)
 def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:
     members, count = wanted.members, queries.stop - queries.start
     guess, _ = bounds.bound(queries, longest)
-    looked = longest[wanted.looking_best(guess, members.grouped(longest))]
+    looked = longest[wanted.looking_best(guess, longest)]
     if len(looked) > DENSE * len(members.numbers):
         return None
     least = wanted.least(looked, bounds.exact(queries, looked))
@@ -221,7 +237,7 @@ def _finer(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted, least
     if len(places) <= MANY:
         return places
     passed, count = [places[:0]], 0
-    for some in torch.split(places, FINE):
+    for some in torch.split(places, max(1, FINE // min(4, queries.stop - queries.start))):
         passed.append(some[wanted.reach(bounds.bound(queries, some, fine=True)[1], some, least)])
         count += len(passed[-1])
         if count > DENSE * len(wanted.members.numbers):
@@ -243,7 +259,10 @@ def spread(bests: Sequence[Best], slots_of: Callable[[Tensor], tuple[Tensor, Ten
     shapes = [best.numbers.shape for best in bests]
     lines = torch.tensor([width for n, width in shapes for _ in range(n)], dtype=torch.int64)
     owner = torch.arange(len(lines)).repeat_interleave(lines).repeat_interleave(counts)
-    order = torch.from_numpy(np.lexsort((slots.numpy(), -scores.numpy(), owner.numpy())))  # the last one decides first
+    # Best keys stand in their order: only the slots of keys with equal scores are still to be mixed
+    worse = torch.ones(len(owner), dtype=torch.int64)
+    worse[1:] = (owner[1:] != owner[:-1]) | (scores[1:] != scores[:-1])
+    order = (worse.cumsum(0) * (int(slots.max()) + 1 if len(slots) else 1) + slots).argsort(stable=True)
     order = order[torch.arange(len(owner)) - torch.searchsorted(owner, owner) < k]
     kept = torch.bincount(owner[order], minlength=len(lines)).reshape(len(bests), -1)
     found, ends = [], kept.sum(1).cumsum(0).tolist()

@@ -14,17 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dualform.native.picked import Picked
+
 DIRECTIONS, FINE = 16, 128
 """So many directions; of a fine sketch, which is for what a first one cannot tell apart."""
-SKETCH_BYTES, FINE_BYTES = 96 << 20, 52 << 20
-"""A sketch may take so much memory: very many vectors are seen along fewer directions."""
+SKETCH_BYTES, COMPACT_BYTES, FINE_BYTES = 96 << 20, 160 << 20, 52 << 20
+"""A sketch may take so much memory. Vectors that do not fit are kept in bfloat16; very many are seen along fewer directions."""
 MOST = SKETCH_BYTES // 8
 """Of more vectors than this, there is no sketch."""
 SAMPLE = 2048
 """From so many vectors, evenly spread, the directions are found."""
+STRETCH = 1 << 15
+"""So many vectors are decoded at a time: they stay in the cache."""
 ROUNDING = 1 / 64
 """A rest counts as at least this part of the vector: its square is more than a product of 4000 numbers is ever rounded by."""
-FINE_ROUNDING = 1 / 16
+COMPACT_ROUNDING = 1 / 16
 """The same where coordinates are kept in bfloat16, whose 8 bits are off by 2⁻⁹ at most."""
 SMALLEST = 1e-15
 """No rest is shorter: squares of smaller numbers vanish in float32."""
@@ -53,6 +57,11 @@ class Sketch:
         """(n,): at least those of the vectors."""
         return lengths(self.seen)
 
+    @cached_property
+    def picked(self) -> Picked:
+        """Their coordinates, for who multiplies some of them."""
+        return Picked([(self.seen.near, None)])
+
     def of(self, vectors: Tensor) -> Glimpse:
         """The same of other vectors."""
         return _seen(vectors, self.directions, self.rounding)
@@ -67,13 +76,15 @@ def sketch(
     fine: bool = False,
 ) -> Sketch:
     """some: numbers (k,) → these vectors (k, d). pieces: the number of the first and vectors (k, d), until all were seen."""
-    kept = torch.bfloat16 if fine else dtype
     sample = some(torch.arange(0, count, max(1, count // SAMPLE)), None)
-    fitting = ((FINE_BYTES if fine else SKETCH_BYTES) // max(count, 1) - dtype.itemsize) // kept.itemsize
+    compact = fine or count * (min(DIRECTIONS, sample.shape[1]) + 1) * dtype.itemsize > SKETCH_BYTES
+    kept = torch.bfloat16 if compact else dtype
+    room = FINE_BYTES if fine else COMPACT_BYTES if compact else SKETCH_BYTES
+    fitting = (room // max(count, 1) - dtype.itemsize) // kept.itemsize
     m = max(1, min(FINE if fine else DIRECTIONS, sample.shape[1], fitting))
     m = m // 16 * 16 if m > 16 else m  # 64 directions take half as long as 63
     directions = _directions(sample, m)
-    rounding = FINE_ROUNDING if fine else ROUNDING
+    rounding = COMPACT_ROUNDING if compact else ROUNDING
     seen = Glimpse(torch.empty(count, directions.shape[1], dtype=kept), torch.empty(count, dtype=dtype))
     for first, vectors in pieces:
         for whole, part in zip(seen, _seen(vectors, directions, rounding), strict=True):
@@ -83,7 +94,9 @@ def sketch(
 
 def lengths(seen: Glimpse) -> Tensor:
     """(n,): at least those of the vectors."""
-    return torch.hypot(torch.linalg.vector_norm(seen.near, dim=1), seen.rest)
+    pieces = zip(torch.split(seen.near, STRETCH), torch.split(seen.rest, STRETCH), strict=True)
+    found = [torch.hypot(torch.linalg.vector_norm(near.to(rest.dtype), dim=1), rest) for near, rest in pieces]
+    return torch.cat(found)
 
 
 def _seen(vectors: Tensor, directions: Tensor, rounding: float) -> Glimpse:

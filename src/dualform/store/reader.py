@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
+from dualform.native.picked import Picked
 from dualform.store import tables
 from dualform.store.encoding import STRETCH, Encoded, decode
 from dualform.store.format import (
@@ -34,6 +35,9 @@ from dualform.store.slots import Ints, SlotChunk
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
+WHOLE = 1 << 20
+"""A table of so many rows is read as a whole."""
+
 
 class Store(Sealed):
     """A recording on disk, as far as it is sealed."""
@@ -45,7 +49,9 @@ class Store(Sealed):
         self._tensors: dict[Path, TensorFile] = {}
         self._slot_files: dict[int, TensorFile] = {}
         self._vectors: dict[tuple[int, int, str], Encoded] = {}
+        self._picked: dict[tuple[int, str], Picked] = {}
         self._updates: dict[int, pl.DataFrame] = {}
+        self._read_rows: dict[int, pl.DataFrame] = {}
         self._parts = Moments()
         self._shared: dict[str, bool] = {}
 
@@ -55,6 +61,22 @@ class Store(Sealed):
         empty = pl.DataFrame(schema=tables.schema(self.manifest.columns))
         tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
         return pl.concat([empty, *tables_of], rechunk=True)
+
+    def _some_rows(self, rows: Ints) -> pl.DataFrame:
+        """Rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
+        counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
+        home = np.searchsorted(ends := np.cumsum(counts), rows, side="right")
+        needed, which = np.unique(home, return_inverse=True)
+        few = len({*needed.tolist(), *self._read_rows}) <= len(counts) // 4
+        if "rows" in vars(self) or counts.sum() <= WHOLE or not few or not len(rows):
+            self._read_rows.clear()
+            return self.rows[rows]
+        for place in needed.tolist():
+            if place not in self._read_rows:
+                self._read_rows[place] = self.rows_in(place)
+        begin = np.cumsum(counts[needed]) - counts[needed]
+        joined = pl.concat([self._read_rows[place] for place in needed.tolist()])
+        return joined[begin[which] + rows - (ends - counts)[home]]
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -204,6 +226,19 @@ class Store(Sealed):
         gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
         return gathered
 
+    def picked(self, number: int, what: str) -> Picked:
+        """All of them, for who multiplies some with few queries."""
+        if (number, what) not in self._picked:
+            every = (
+                (self._encoded(place, number, what), count)
+                for place, count in enumerate(self._counts(number, what))
+                if count
+            )
+            self._picked[number, what] = Picked(
+                [(chunk.data[:count], chunk.scales(slice(0, count))) for chunk, count in every]
+            )
+        return self._picked[number, what]
+
     def _counts(self, number: int, what: str) -> list[int]:
         return [(chunk.keys if what == "key" else chunk.slots)[number] for chunk in self.manifest.chunks]
 
@@ -252,7 +287,7 @@ class Store(Sealed):
             {"position": position, "positions": positions}, schema={"position": pl.Int64, "positions": pl.Int64}
         )
         if columns:
-            table = pl.concat([self.rows.select(columns)[rows], table], how="horizontal")
+            table = pl.concat([self._some_rows(rows).select(columns), table], how="horizontal")
         for column in self.manifest.columns:
             if column.per == "position" and column.name in columns:
                 fits = pl.col(column.name).list.len() == pl.col("positions")

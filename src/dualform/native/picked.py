@@ -1,0 +1,43 @@
+"""Products with vectors that are picked out of a long list: each is read from where it lies, in one loop in C."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.native.kernels import kernels
+
+KINDS = (torch.float32, torch.float16, torch.bfloat16)
+"""What vectors may be stored as; their numbers in kernels.c."""
+FEW = 4
+"""Of more queries, a product of matrices takes less time for each."""
+
+
+class Picked:
+    """Vectors (n, d) in one or several tables, which go on counting where the one before ends."""
+
+    def __init__(self, tables: Sequence[tuple[Tensor, Tensor | None]]):
+        """tables: vectors (n, d), and for each the power of two (n,) that multiplies it, if any."""
+        self._tables = [(vectors, powers) for vectors, powers in tables if len(vectors)]
+        self._ends = np.cumsum([len(vectors) for vectors, _ in self._tables])
+        self._places = np.array([vectors.data_ptr() for vectors, _ in self._tables])
+        self._powers = np.array([0 if powers is None else powers.data_ptr() for _, powers in self._tables])
+        every = [one for table in self._tables for one in table if one is not None]
+        kinds = {vectors.dtype for vectors, _ in self._tables}
+        known = len(kinds) == 1 and kinds <= set(KINDS)
+        self._kind = KINDS.index(kinds.pop()) if known and all(one.is_contiguous() for one in every) else None
+
+    def dots(self, queries: Tensor, numbers: Tensor) -> Tensor | None:
+        """Queries (m, d) · the vectors with these numbers, (m, n); None: is to be done in another way."""
+        loops, (m, d), n = kernels(), queries.shape, len(numbers)
+        if loops is None or self._kind is None or not 0 < m <= FEW or queries.dtype != torch.float32:
+            return None
+        queries, numbers, out = queries.contiguous(), numbers.contiguous(), torch.empty(m, n)
+        tables = (self._ends.ctypes.data, self._places.ctypes.data, self._powers.ctypes.data)
+        sizes = (n, len(self._ends), d, m, self._kind)
+        if loops.picked(*sizes, numbers.data_ptr(), *tables, queries.data_ptr(), out.data_ptr()):
+            raise IndexError(f"a vector was asked for that is not there: there are {self._ends[-1]}")
+        return out
