@@ -12,7 +12,7 @@ class CompileKernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Before a wheel is built."""
-        made = runpy.run_path("src/dualform/native/compile.py")["compiled"]()
+        made = runpy.run_path(f"{self.root}/src/dualform/native/compile.py")["compiled"]()
         if made is not None:
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["artifacts"].append(f"src/dualform/native/{made.name}")

@@ -1,7 +1,15 @@
+import pytest
 import torch
 
+from dualform.store import equal as equal_keys
 from dualform.store.encoding import encode
-from dualform.store.equal import EqualKeys
+from dualform.store.equal import EqualKeys, Names
+
+
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def way(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(equal_keys, "_known", Names)
 
 
 def test_equal_keys_get_one_number_and_new_ones_the_next():
@@ -25,3 +33,22 @@ def test_keys_that_differ_by_their_exponent_only_are_two():
 
 def test_no_keys():
     assert EqualKeys().number(encode(torch.zeros(0, 3), "float16"), may_repeat=True)[0].tolist() == []
+
+
+def test_stored_keys_keep_their_numbers_when_they_are_learned_again():
+    keys = encode(torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [5.0, 6.0]]), "float16")
+    equal = EqualKeys(14)
+    equal.learn(keys, 10)
+    numbers, new = equal.number(encode(torch.tensor([[5.0, 6.0], [7.0, 8.0], [1.0, 2.0]]), "float16"), may_repeat=True)
+    assert numbers.tolist() == [13, 14, 10]
+    assert new.tolist() == [1]
+
+
+def test_keys_that_never_come_again_are_no_longer_compared(monkeypatch):
+    monkeypatch.setattr(equal_keys, "PATIENCE", 100)
+    equal = EqualKeys()
+    keys = encode(torch.randn(200, 3), "float16")
+    assert equal.number(keys, may_repeat=True)[0].tolist() == list(range(200))
+    numbers, new = equal.number(keys, may_repeat=True)
+    assert numbers.tolist() == list(range(200, 400))
+    assert new is None

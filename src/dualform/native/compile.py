@@ -39,7 +39,7 @@ def compiled() -> Path | None:
             made.replace(target)  # at once: another process may be looking for it
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
-        print(f"dualform: its C code was not compiled, recording will be slower: {said}", file=sys.stderr)
+        print(f"dualform: its C code was not compiled, recording and questions will be slower: {said}", file=sys.stderr)
         return None
     for old in target.parent.glob("kernels-*.so"):
         if old != target:

@@ -21,6 +21,8 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6, ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5, None),
     "reaching": (ctypes.CDLL, [COUNT] + [POINTER] * 4, None),
+    "numbered": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] * 3 + [POINTER] * 2, COUNT),
+    "moved": (ctypes.CDLL, [POINTER, COUNT, POINTER, COUNT], None),
 }
 """What each function in kernels.c takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from dualform.native.kernels import kernels
+from dualform.native.numbered import Table
 from dualform.store.encoding import Encoded
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,14 +23,13 @@ class EqualKeys:
 
     def __init__(self, stored: int = 0) -> None:
         self.stored = stored
-        self._numbers: dict[bytes, int] = {}
+        self._known = _known()
         self._asked = 0
         self._gave_up = False
 
     def learn(self, keys: Encoded, first: int) -> None:
         """Keys that are stored already, from number `first` on."""
-        for place, name in enumerate(_names(keys)):
-            self._numbers.setdefault(name, first + place)
+        self._known.number(*_content(keys), first, in_place=True)
 
     def number(self, keys: Encoded, *, may_repeat: bool) -> tuple[Ints, Ints | None]:
         """The number of each key (n,), and the places of those that are new (None: all of them)."""
@@ -36,23 +37,51 @@ class EqualKeys:
         if not may_repeat or self._gave_up:
             self.stored += count
             return np.arange(self.stored - count, self.stored), None
-        # No loop of Python's own: it would hold up the training
-        names, known = _names(keys), self._numbers
-        new = dict.fromkeys(filterfalse(known.__contains__, names))
-        known.update(zip(new, range(self.stored, self.stored + len(new)), strict=True))
-        numbers = np.fromiter(map(known.__getitem__, names), np.int64, count)
-        _, first = np.unique(numbers, return_index=True)
-        places = np.sort(first[numbers[first] >= self.stored])
-        self.stored += len(new)
+        numbers, places = self._known.number(*_content(keys), self.stored)
+        self.stored += len(places)
         self._asked += count
-        if len(known) > PATIENCE and self._asked < 1.01 * len(known):
-            known.clear()
+        if len(self._known) > PATIENCE and self._asked < 1.01 * len(self._known):
+            self._known = _known()
             self._gave_up = True
         return numbers, places
 
 
-def _names(keys: Encoded) -> list[bytes]:
-    """A 128-bit digest of each key as it is stored, seeded with its exponent."""
-    rows = np.ascontiguousarray(keys.data.numpy()).view(np.uint8)
-    seeds = [0] * len(rows) if keys.exponents is None else keys.exponents.tolist()
-    return list(map(xxhash.xxh3_128_digest, rows, seeds))
+class Names:
+    """As native.numbered.Table, in Python."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(
+        self,
+        rows: np.ndarray[Any, Any],
+        seeds: np.ndarray[Any, np.dtype[np.int16]] | None,
+        following: int,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Ints, Ints]:
+        """The number of each row (n,), and the places of those that are new."""
+        # A 128-bit digest, seeded with the exponent. No loop of Python's own: it would hold up the training
+        given = [0] * len(rows) if seeds is None else seeds.tolist()
+        names = list(map(xxhash.xxh3_128_digest, np.ascontiguousarray(rows).view(np.uint8), given))
+        known = self._numbers
+        new = dict.fromkeys(filterfalse(known.__contains__, names))
+        if in_place:
+            first_at = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
+            known.update((name, following + first_at[name]) for name in new)
+        else:
+            known.update(zip(new, range(following, following + len(new)), strict=True))
+        numbers = np.fromiter(map(known.__getitem__, names), np.int64, len(names))
+        _, first = np.unique(numbers, return_index=True)
+        return numbers, np.sort(first[numbers[first] >= following])
+
+
+def _known() -> Table | Names:
+    return Names() if kernels() is None else Table()
+
+
+def _content(keys: Encoded) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.int16]] | None]:
+    return keys.data.numpy(), None if keys.exponents is None else keys.exponents.numpy()
