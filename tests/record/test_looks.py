@@ -48,6 +48,19 @@ def test_what_is_not_in_rows_is_looked_at_one_by_one() -> None:
     assert len(look_all([], [])) == 0
 
 
+def test_a_weight_without_columns_is_nothing_to_see() -> None:
+    weight = ParameterLedger(0, "weight", nn.Parameter(torch.empty(5, 0)), 5, vector=False)
+    assert look_all([weight], [weight.parameter])[0].tolist() == [0.0] * 5
+    assert not weight.changed()
+
+
+def test_a_sparse_gradient_is_looked_at_by_itself() -> None:
+    table = ParameterLedger(0, "table", nn.Parameter(torch.zeros(50, 9)), 5, vector=False)
+    gradient = torch.randn(50, 9)
+    seen = look_all([table], [gradient.to_sparse()])[0]
+    assert np.abs(seen - table.look(gradient)).max() <= 1e-5
+
+
 @pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
 def test_what_nobody_touched_is_unchanged() -> None:
     made = ledgers()

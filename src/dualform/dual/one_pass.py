@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from dualform.native.kernels import kernels
+from dualform.native.kernels import is_plain, kernels
 from dualform.recursions import KINDS, Kind, Settings, adam_numbers, outer
 
 
@@ -26,13 +25,9 @@ def in_one_pass(
     if loops is None or kind is not KINDS["adam"]:
         return False
     matrices = full, kept, shared["exp_avg_sq"], average, weight
-    plain = all(_is_plain(one) and one.shape == weight.shape for one in matrices)
+    plain = all(is_plain(one) and one.shape == weight.shape for one in matrices)
     if not plain or decay or sign < 0 or settings["amsgrad"] or settings["beta1"] <= 0.5:
         return False
     numbers = settings["beta2"], 1 - settings["beta2"], 1 - settings["beta1"], shrink, *adam_numbers(settings)
     loops.adam(weight.numel(), *numbers, *(one.data_ptr() for one in matrices))
     return True
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()

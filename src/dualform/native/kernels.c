@@ -67,7 +67,7 @@ LOOP void add(const float *restrict x, const float *restrict factor, int64_t row
             for (int64_t o = 0; o < n; o++) sum[o] += factor[i] * x[i * n + o];
 }
 
-/* Store a vector, given its squared norm: as it is (exponents NULL) or in float16 with a power of two. */
+/* Store a vector, given its squared norm: in float32 (exponent NULL) or in float16 with a power of two. */
 static void store(const float *x, float square, int64_t n, int as_it_is, void *out, int16_t *exponent) {
     if (!exponent) {
         memcpy(out, x, sizeof(float) * (size_t)n);

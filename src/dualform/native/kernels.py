@@ -9,7 +9,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch  # noqa: F401 - the library finds PyTorch's threads when it is loaded
+import torch  # before the library, which finds PyTorch's threads when it is loaded
+from torch import Tensor
 
 from dualform.native.compile import library
 
@@ -42,3 +43,8 @@ def kernels() -> Any:
         function.argtypes, function.restype = takes, gives
         setattr(found, name, function)
     return found
+
+
+def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a loop can walk over it: numbers of this type, one after the other, in the processor's memory."""
+    return tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()

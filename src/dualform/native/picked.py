@@ -33,7 +33,9 @@ class Picked:
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor | None:
         """Queries (m, d) · the vectors with these numbers, (m, n); None: is to be done in another way."""
         loops, (m, d), n = kernels(), queries.shape, len(numbers)
-        if loops is None or self._kind is None or not 0 < m <= FEW or queries.dtype != torch.float32:
+        if loops is None or self._kind is None or not 0 < m <= FEW:
+            return None
+        if queries.dtype != torch.float32 or numbers.dtype != torch.int64:
             return None
         queries, numbers, out = queries.contiguous(), numbers.contiguous(), torch.empty(m, n)
         tables = (self._ends.ctypes.data, self._places.ctypes.data, self._powers.ctypes.data)

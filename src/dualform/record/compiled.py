@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import kernels
+from dualform.native.kernels import is_plain, kernels
 from dualform.store.encoding import TORCH, Encoded, Pool
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
@@ -38,7 +38,7 @@ def take(
     names: where the memory of the copies comes from (see Pool); None: error signals are not kept.
     """
     loops, columns = kernels(), random.T
-    if loops is None or dtype == "float64" or not (_is_plain(keys) and _is_plain(errors) and _is_plain(columns)):
+    if loops is None or dtype == "float64" or not (is_plain(keys) and is_plain(errors) and is_plain(columns)):
         return None
     (count, d_in), (k, d_out) = keys.shape, (columns.shape[0], errors.shape[1])
     size, threads = (k + 1) * d_out + 3, torch.get_num_threads()
@@ -69,7 +69,3 @@ def take(
 
 def _places(copy: Encoded) -> tuple[int, int | None]:
     return copy.data.data_ptr(), None if copy.exponents is None else copy.exponents.data_ptr()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()

@@ -120,7 +120,7 @@ class LayerLedger:
         return taken
 
     def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Call:
-        """Add what one call has to say on the gradients; its slots are yet to be copied."""
+        """Add what one call has to say on the gradients; its slots are copied already, or yet to be (`wanted`)."""
         if found.errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False

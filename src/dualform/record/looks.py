@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import kernels
+from dualform.native.kernels import is_plain, kernels
 from dualform.record.audit import Looked, Seen
 from dualform.record.parameters import ParameterLedger
 
@@ -49,8 +49,9 @@ def _compiled(
     table, size = [], 0
     for place, (ledger, tensor) in enumerate(zip(ledgers, tensors, strict=True)):
         random = ledger.random
-        plain = tensor.dtype is torch.float32 is random.dtype and tensor.is_cpu and not tensor.is_sparse
-        plain = plain and tensor.is_contiguous()
+        plain = (
+            is_plain(tensor) and is_plain(random.T) and random.numel()
+        )  # a weight without columns has nothing to see
         before = None if known is None else known[place]
         if not plain or (before is not None and before.dtype != np.float64):
             return None
