@@ -145,7 +145,7 @@ class ParameterLedger:
         return norm_of(self._seen.astype(np.float64))
 
     def next_part(self) -> tuple[audit.Looked, Tensor] | None:
-        """What is to be compared before the next step, and what it was; None: nothing."""
+        """What it was, and what is to be compared with that before the next step; None: nothing."""
         known, parameter = self._seen, self.parameter
         if self._mark != (parameter._version, parameter.data_ptr()):
             return known, parameter
