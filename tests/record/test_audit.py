@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.audit import EQUATIONS, Case, Link, explain, explain_all, random_columns
+from dualform.record.audit import EQUATIONS, Link, explain, random_columns
 
 ROUNDOFF = 2.0**-53
 random = np.random.default_rng(0)
@@ -112,28 +112,27 @@ def test_enough_equations_whatever_the_shape(d_in, d_out):
     assert set(R.unique().tolist()) == {-1.0, 1.0}
 
 
-def test_all_at_once_is_one_by_one():
+def test_sums_that_are_known_say_the_same():
     a, b, c = passes(3)
-    tiny = np.full(20, 1e-17)
-    infinite = np.full(20, np.inf)
+    tiny, infinite = np.full(20, 1e-17), np.full(20, np.inf)
     cases = [
-        Case([link(None, a)], a, ROUNDOFF),
-        Case([link(None, b)], 0.25 * b, ROUNDOFF),
-        Case([link(None, a[:3])], 0.5 * a[:3] + 1e-9, ROUNDOFF),
-        Case([link(None, a), link(0.5 * a, b)], 0.5 * a + b, ROUNDOFF),
-        Case([], c, ROUNDOFF),
-        Case([link(None, np.zeros(0))], np.zeros(0), ROUNDOFF),
-        Case([link(None, c)], np.zeros(20), ROUNDOFF),
-        Case([Link(None, np.zeros(20), 0.0)], c, ROUNDOFF),
-        Case([Link(None, tiny, 1.0)], 3 * tiny, ROUNDOFF),
-        Case([Link(None, c, np.inf)], np.zeros(20), ROUNDOFF),
-        Case([link(None, c)], infinite, ROUNDOFF),
-        Case([link(None, infinite)], c, ROUNDOFF),
-        Case([link(c, a)], (2 * a).astype(np.float32), 2.0**-24),
+        (link(None, a), a, ROUNDOFF),
+        (link(None, b), 0.25 * b, ROUNDOFF),
+        (link(None, a[:3]), 0.5 * a[:3] + 1e-9, ROUNDOFF),
+        (link(None, np.zeros(0)), np.zeros(0), ROUNDOFF),
+        (link(None, c), np.zeros(20), ROUNDOFF),
+        (Link(None, np.zeros(20), 0.0), c, ROUNDOFF),
+        (Link(None, tiny, 1.0), 3 * tiny, ROUNDOFF),
+        (Link(None, c, np.inf), np.zeros(20), ROUNDOFF),
+        (link(None, c), infinite, ROUNDOFF),
+        (link(None, infinite), c, ROUNDOFF),
+        (link(c, a), (2 * a).astype(np.float32), 2.0**-24),
     ]
     with np.errstate(all="ignore"):
-        for case, found in zip(cases, explain_all(cases), strict=True):
-            wanted = explain(case.links, case.seen.astype(np.float64), case.roundoff)
+        for only, seen, roundoff in cases:
+            rest = seen - only.added
+            dots = [float(x @ y) for x, y in ((seen, seen), (seen, only.added), (only.added, only.added), (rest, rest))]
+            found, wanted = explain([only], seen, roundoff, dots), explain([only], seen, roundoff)
             assert (found.explained, found.determined) == (wanted.explained, wanted.determined)
             assert found.factors == pytest.approx(wanted.factors, rel=1e-14, nan_ok=True)
-            assert found.residual == pytest.approx(wanted.residual, rel=1e-12, abs=1e-15, nan_ok=True)
+            assert found.residual == pytest.approx(wanted.residual, rel=1e-7, abs=1e-15, nan_ok=True)

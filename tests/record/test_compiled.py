@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.native.kernels import kernels
-from dualform.record.compiled import Taken, take
+from dualform.record.compiled import Slots, Taken, take_all
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -25,8 +25,12 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
     return keys, errors, random
 
 
+def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error") -> Slots:
+    return Slots(keys, errors, random.data_ptr(), random.shape[1], "key", kept)
+
+
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16") -> Taken:
-    found = take(keys, errors, random, dtype, Pool(), ("key", "error"))
+    (found,) = take_all([slots(keys, errors, random)], dtype, Pool())
     assert found is not None
     return found
 
@@ -91,7 +95,7 @@ def test_float32_is_copied_as_it_is() -> None:
 
 def test_error_signals_may_be_left_out() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
-    found = take(keys, errors, random, "float16", Pool(), ("key", None))
+    (found,) = take_all([slots(keys, errors, random, None)], "float16", Pool())
     assert found is not None
     assert found.errors is None
     assert found.added.any()
@@ -112,6 +116,38 @@ def test_error_signals_may_be_left_out() -> None:
 def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     keys, errors, random = drawn(20, 30, 7, 1, spread=0)
     pool = Pool()
-    first = pool.take("key", keys.shape, torch.float16)[1]
-    assert take(*odd(keys, errors), random, "float16", pool, ("key", "error")) is None
-    assert first.out == 1  # nothing was kept of it
+    first = pool.take("key", keys.shape, torch.float16).slab
+    before, odd_one, after = take_all(
+        [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)],
+        "float16",
+        pool,
+    )
+    assert odd_one is None
+    assert first is not None
+    assert first.out == 3  # nothing was kept of it
+    assert before is not None
+    assert after is not None
+    assert after.key_norm == pytest.approx(2 * before.key_norm)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype: str) -> None:
+    sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
+    given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = take_all([slots(*one) for one in given], dtype, Pool())
+        alone = [taken(*one, dtype) for one in given]
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(together, alone, strict=True):
+        assert one is not None
+        for mine, theirs in ((one.keys, other.keys), (one.errors, other.errors)):
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine.data, theirs.data)
+            assert mine.exponents is theirs.exponents is None or torch.equal(mine.exponents, theirs.exponents)
+        assert one.added == pytest.approx(other.added, rel=1e-6, abs=1e-5 * one.error_norm * (1 + one.key_norm))
+        assert one.projected_norm == pytest.approx(other.projected_norm, rel=1e-6)

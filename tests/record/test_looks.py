@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from dualform.native.kernels import kernels
-from dualform.record.looks import all_unchanged, look_all
+from dualform.record.audit import Looked
+from dualform.record.looks import Looks
 from dualform.record.parameters import PARTS, ParameterLedger
 
 SHAPES = ((100, 300), (7, 33), (1, 5), (40,), (6, 3, 5, 5), (500, 400))
@@ -18,9 +19,17 @@ def ledgers(dtype: torch.dtype = torch.float32) -> list[ParameterLedger]:
     for number, shape in enumerate(SHAPES):
         value = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         made.append(ParameterLedger(number, f"{number}", value, 5, vector=len(shape) == 1))
-    for ledger, seen in zip(made, look_all(made, [one.parameter for one in made]), strict=True):
-        ledger.remember(seen=seen)
     return made
+
+
+def look_all(made: list[ParameterLedger], tensors: list[torch.Tensor]) -> list[Looked]:
+    return [seen for seen, _ in Looks(made).at(tensors)]
+
+
+def remembering(made: list[ParameterLedger]) -> Looks:
+    looks = Looks(made)
+    looks.remember()
+    return looks
 
 
 def like(made: list[ParameterLedger]) -> list[torch.Tensor]:
@@ -64,29 +73,32 @@ def test_a_sparse_gradient_is_looked_at_by_itself() -> None:
 @pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
 def test_what_nobody_touched_is_unchanged() -> None:
     made = ledgers()
-    assert all(all_unchanged(made) for _ in range(2 * PARTS))
+    looks = remembering(made)
+    assert all(looks.unchanged() for _ in range(2 * PARTS))
     made[0].parameter.data.mul_(1)  # counted by nobody, and changes nothing
-    assert all(all_unchanged(made) for _ in range(2 * PARTS))
+    assert all(looks.unchanged() for _ in range(2 * PARTS))
 
 
 @pytest.mark.parametrize("place", [0, 1, 3, 4, 5])
 def test_an_edit_is_seen_in_the_part_that_it_is_in(place: int) -> None:
     """… and by whom it is told: who asks each parameter must look at the same part."""
     made = ledgers()
+    looks = remembering(made)
     flat = made[place].parameter.data.view(-1)
     flat[-1] += 10.0
     told = []
     for _ in range(PARTS):
-        unchanged = all_unchanged(made)
+        unchanged = looks.unchanged()
         told.append([] if unchanged else [one.number for one in made if one.changed()])
     assert [one for one in told if one] == [[place]]
 
 
 def test_a_counted_edit_is_seen_at_once() -> None:
     made = ledgers()
+    looks = remembering(made)
     with torch.no_grad():
         made[5].parameter[3, 4] += 10
-    assert not all_unchanged(made)
+    assert not looks.unchanged()
     assert [one.number for one in made if one.changed()] == [5]
 
 
@@ -94,7 +106,17 @@ def test_numbers_that_are_none_are_left_to_who_knows() -> None:
     made = ledgers()
     with torch.no_grad():
         made[0].parameter[:] = torch.nan
-    for ledger, seen in zip(made, look_all(made, [one.parameter for one in made]), strict=True):
-        ledger.remember(seen=seen)
-    assert not all_unchanged(made)
+    assert not remembering(made).unchanged()
     assert not any(one.changed() for one in made)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
+def test_what_is_compared_gives_the_sums_of_what_is_seen() -> None:
+    made = ledgers()
+    tensors, random = like(made), np.random.default_rng(0)
+    known = [None if place == 2 else random.standard_normal(one.rows * one.columns) for place, one in enumerate(made)]
+    for (seen, dots), other in zip(Looks(made).at(tensors, known), known, strict=True):
+        assert (dots is None) == (other is None)
+        if dots is not None and other is not None:
+            rest = seen - other
+            assert dots == pytest.approx([seen @ seen, seen @ other, other @ other, rest @ rest], rel=1e-12)

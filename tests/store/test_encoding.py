@@ -131,10 +131,12 @@ def test_a_pool_gives_memory_again_once_all_of_it_is_back():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_memory_of_a_pool_begins_at_a_page(dtype):
     for columns in (1, 7, 800):
-        room, slab, first = Pool().take("a", torch.Size([128, columns]), dtype)
+        room = Pool().take("a", torch.Size([128, columns]), dtype)
+        slab = room.slab
+        assert slab is not None
         assert slab.memory.data_ptr() % PAGE == 0
-        assert room.data_ptr() == slab.memory.data_ptr()
-        assert first == 0
+        assert room.data.data_ptr() == slab.memory.data_ptr()
+        assert room.first == 0
         assert slab.memory.is_contiguous()
 
 

@@ -125,6 +125,8 @@ static void in_parts(Work *work, void *what, int64_t count, int64_t threads) {
 
 enum { WORTH = 1 << 16 }; /* so many products are worth a second thread */
 
+/* The slots of one call: keys (n, d_in), error signals (n, d_out), and random, (k, d_in). stored_errors NULL: only keys are kept.
+   exponents NULL: float32 is stored. */
 typedef struct {
     int64_t n, d_in, d_out, k;
     const float *keys, *errors, *random;
@@ -133,16 +135,22 @@ typedef struct {
     char *stored_errors;
     int16_t *error_exponents;
     double *sums;
-} Slots;
+} Call;
+
+typedef struct {
+    const Call *calls;
+    int64_t count, threads, size;
+} Calls;
 
 static const float ones[TILE] = {1, 1, 1, 1, 1, 1, 1, 1};
 
-static void some_slots(void *what, int64_t first, int64_t last, int part) {
-    const Slots *s = what;
-    const int64_t d_in = s->d_in, d_out = s->d_out, k = s->k, end = last * TILE < s->n ? last * TILE : s->n;
+static int64_t size_of(const Call *s) { return (s->k + 1) * s->d_out + 3; }
+
+static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) {
+    const int64_t d_in = s->d_in, d_out = s->d_out, k = s->k;
     const size_t width = s->key_exponents ? sizeof(uint16_t) : sizeof(float);
-    double *sums = s->sums + part * ((k + 1) * d_out + 3), *squares = sums + (k + 1) * d_out;
-    for (int64_t low = first * TILE; low < end; low += TILE) {
+    double *squares = sums + (k + 1) * d_out;
+    for (int64_t low = first; low < end; low += TILE) {
         const int64_t rows = end - low < TILE ? end - low : TILE;
         const float *some = s->errors + low * d_out;
         for (int64_t i = 0; i < rows; i++) {
@@ -172,30 +180,46 @@ static void some_slots(void *what, int64_t first, int64_t last, int part) {
     }
 }
 
-/* The slots of one call: keys (n, d_in) and error signals (n, d_out) are copied as they are stored, and
+/* Each thread's share of each call, into sums of its own. */
+static void shares(void *what, int64_t low, int64_t high, int part) {
+    const Calls *all = what;
+    double *sums = all->calls->sums + part * all->size;
+    for (const Call *s = all->calls; s < all->calls + all->count; sums += size_of(s++)) {
+        const int64_t tiles = (s->n + TILE - 1) / TILE, end = tiles * high / all->threads * TILE;
+        some_slots(s, tiles * low / all->threads * TILE, end < s->n ? end : s->n, sums);
+    }
+}
+
+/* The slots of some calls are copied as they are stored, and of each call, one after the other,
 
      sums (k + 1, d_out) = Σ (key · R) ⊗ error, and in the last row Σ error; then ‖errors‖², ‖keys R‖², ‖keys‖².
 
-   random: (k, d_in). stored_errors NULL: only keys are kept. exponents NULL: float32 is stored. sums has room for as many of
-   these as there are threads. Gives 0; 1: something is not finite, and nothing that was written counts. */
-int slots(int64_t n, int64_t d_in, int64_t d_out, int64_t k, const float *keys, const float *errors, const float *random,
-          char *stored_keys, int16_t *key_exponents, char *stored_errors, int16_t *error_exponents, double *sums,
-          int64_t threads) {
-    Slots all = {n,           d_in,          d_out,         k,               keys, errors, random,
-                 stored_keys, key_exponents, stored_errors, error_exponents, sums};
-    const int64_t size = (k + 1) * d_out + 3, parts = n * (d_in + d_out) < WORTH ? 1 : threads;
-    memset(sums, 0, sizeof(double) * (size_t)(size * parts));
-    in_parts(some_slots, &all, (n + TILE - 1) / TILE, parts);
-    for (int64_t part = 1; part < parts; part++)
-        for (int64_t i = 0; i < size; i++) sums[i] += sums[part * size + i];
-    return !(sums[size - 3] <= DBL_MAX);
+   sums has room for as many of all these as there are threads. If a call's first square is not finite, something in it is not, and
+   nothing that was written of it counts. */
+void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
+    Calls all = {calls, count, threads, 0};
+    int64_t work = 0;
+    for (Call *s = calls; s < calls + count; s++) {
+        s->sums = sums + all.size;
+        all.size += size_of(s);
+        work += s->n * (s->d_in + s->d_out);
+    }
+    if (work < WORTH) all.threads = 1;
+    memset(sums, 0, sizeof(double) * (size_t)(all.size * all.threads));
+    in_parts(shares, &all, all.threads, all.threads);
+    for (int64_t part = 1; part < all.threads; part++)
+        for (int64_t i = 0; i < all.size; i++) sums[i] += sums[part * all.size + i];
 }
 
-/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is. */
+/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is.
+   Of its parts of so many rows only the one whose turn it is, if that is one (turn >= 0). */
 typedef struct {
     const float *matrix, *random;
     int64_t rows, columns, k;
     const double *known;
+    int64_t part, turn;
+    /* Found by looks(): its first row, how many there are, and where what is seen goes */
+    int64_t first, some;
     double *out;
 } Look;
 
@@ -210,7 +234,7 @@ static int64_t cost(const Look *look) { return look->k * (look->random ? look->c
 /* The first row that begins at a product or after it. */
 static int64_t row_at(const Look *look, int64_t product) {
     const int64_t row = product <= 0 ? 0 : (product + cost(look) - 1) / cost(look);
-    return row < look->rows ? row : look->rows;
+    return row < look->some ? row : look->some;
 }
 
 /* From one product to another, as if all matrices were one. */
@@ -218,29 +242,58 @@ static void some_rows(void *what, int64_t low, int64_t high, int part) {
     const Looks *all = what;
     (void)part;
     for (const Look *look = all->looks; look < all->looks + all->count; look++) {
+        const float *matrix = look->matrix + look->first * (look->random ? look->columns : 1);
         for (int64_t row = row_at(look, low); row < row_at(look, high); row++)
             for (int64_t column = 0; column < look->k; column++)
                 look->out[row * look->k + column] =
-                    look->random ? dot(look->matrix + row * look->columns, look->random + column * look->columns, look->columns)
-                                 : look->matrix[row];
-        low -= look->rows * cost(look);
-        high -= look->rows * cost(look);
+                    look->random ? dot(matrix + row * look->columns, look->random + column * look->columns, look->columns)
+                                 : matrix[row];
+        low -= look->some * cost(look);
+        high -= look->some * cost(look);
     }
 }
 
-/* matrix @ R of each, one after the other in out. Gives how many of the numbers are not as known, where something is. */
-int64_t looks(int64_t count, Look *looks, double *out, int64_t threads) {
-    int64_t differing = 0, products = 0;
+LOOP void compare_sums(int64_t n, const double *restrict x, const double *restrict y, double *sums) {
+    enum { WIDE = 8 };
+    double own[4][WIDE] = {{0}};
+    int64_t i = 0;
+    for (; i + WIDE <= n; i += WIDE)
+        for (int j = 0; j < WIDE; j++) {
+            const double a = x[i + j], b = y[i + j], rest = a - b;
+            own[0][j] += a * a;
+            own[1][j] += a * b;
+            own[2][j] += b * b;
+            own[3][j] += rest * rest;
+        }
+    for (; i < n; i++) {
+        const double a = x[i], b = y[i], rest = a - b;
+        own[0][0] += a * a;
+        own[1][0] += a * b;
+        own[2][0] += b * b;
+        own[3][0] += rest * rest;
+    }
+    for (int sum = 0; sum < 4; sum++) {
+        sums[sum] = 0;
+        for (int j = 0; j < WIDE; j++) sums[sum] += own[sum][j];
+    }
+}
+
+/* matrix @ R of each, one after the other in out. sums (count, 4): out · out, out · known, known · known and ‖out − known‖²; zero
+   where nothing is known to compare it with. */
+void looks(int64_t count, Look *looks, double *out, double *sums, int64_t threads) {
+    int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
+        const int64_t most = look->turn < 0 ? look->rows : look->part, from = look->turn < 0 ? 0 : look->turn * look->part;
+        look->first = from < look->rows ? from : look->rows;
+        look->some = look->rows - look->first < most ? look->rows - look->first : most;
         look->out = out;
-        out += look->rows * look->k;
-        products += look->rows * cost(look);
+        out += look->some * look->k;
+        products += look->some * cost(look);
     }
     Looks all = {count, looks};
     in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
-    for (const Look *look = looks; look < looks + count; look++)
-        for (int64_t i = 0; look->known && i < look->rows * look->k; i++) differing += !(look->out[i] == look->known[i]);
-    return differing;
+    for (const Look *look = looks; look < looks + count; look++, sums += 4)
+        compare_sums(look->known ? look->some * look->k : 0, look->out, look->known + look->first * look->k, sums);
 }
 
 enum { BLOCK = 2048 }; /* elements of a matrix, which stay in the first cache */

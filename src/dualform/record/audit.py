@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,8 @@ Seen = np.ndarray[Any, np.dtype[np.float64]]
 Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
 """The same in the parameter's own type; may share its memory."""
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+Dots = Sequence[float]
+"""Of what was seen and what was added: seen · seen, seen · added, added · added, ‖seen − added‖²."""
 
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
@@ -63,68 +63,33 @@ def random_columns(d_in: int, d_out: int, dtype: torch.dtype, generator: torch.G
     return (2 * signs - 1).to(dtype).T.contiguous().T
 
 
-@dataclass(slots=True)
-class Case:
-    """A gradient, and what is to explain it."""
-
-    links: Sequence[Link]
-    seen: Looked
-    """The gradient at the step, @ R."""
-    roundoff: float
-
-
 def unaudited(links: Sequence[Link]) -> Verdict:
     """For slots without error signals: a pass counts unless its gradient was gone when a later one began."""
     gone = [n for n, link in enumerate(links) if link.before is None or not link.before.any()]
     return Verdict([float(n >= max(gone, default=0)) for n in range(len(links))], math.nan, True, True)
 
 
-def explain_all(cases: Sequence[Case]) -> list[Verdict]:
-    """Explain all gradients of an update; those of a single backward pass, the ordinary case, all in one go."""
-    alone = [case for case in cases if len(case.links) == 1 and case.seen.size]
-    quick = iter(_singles(alone) if alone else ())
-    return [
-        next(quick)
-        if len(case.links) == 1 and case.seen.size
-        else explain(case.links, case.seen.astype(np.float64), case.roundoff)
-        for case in cases
-    ]
-
-
-def _singles(cases: Sequence[Case]) -> list[Verdict]:
-    """The same as `explain` for a single link each: a few operations on everything instead of many on each."""
-    starts, owner = _stretches(tuple([case.seen.size for case in cases]))
-    seen = np.concatenate([case.seen for case in cases], dtype=np.float64)
-    added = np.concatenate([case.links[0].added for case in cases])
-    squares, products, sums = (
-        np.add.reduceat(terms, starts).tolist() for terms in (seen * seen, seen * added, added * added)
-    )
-    ratios = [
-        _ratio_of(dots, case.links[0].scale, case.roundoff)
-        for dots, case in zip(zip(squares, products, sums, strict=True), cases, strict=True)
-    ]
-    rest = seen - np.array([ratio for ratio, _ in ratios])[owner] * added
-    rests = np.add.reduceat(rest * rest, starts).tolist()
-    return [
-        _judged([ratio], square, left, _scaled(case.links[0].scale, ratio), case.roundoff, determined)
-        for (ratio, determined), square, left, case in zip(ratios, squares, rests, cases, strict=True)
-    ]
-
-
-@lru_cache(maxsize=64)  # the same at every step
-def _stretches(sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Where each of some arrays begins if they are joined, and which of them each element is of."""
-    return np.cumsum([0, *sizes[:-1]]), np.repeat(np.arange(len(sizes)), sizes)
-
-
-def explain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
-    """Find the factor of each backward pass. seen: the gradient at the step, @ R."""
+def explain(links: Sequence[Link], looked: Looked, roundoff: float, dots: Dots | None = None) -> Verdict:
+    """Find the factor of each backward pass. looked: the gradient at the step, @ R; dots: its sums with what a single pass has added."""
+    if dots is not None and len(links) == 1:
+        return _single(links[0], looked, roundoff, dots)
+    seen = looked.astype(np.float64, copy=False)
     verdict = _chain(links, seen, roundoff)
     if not verdict.explained and 1 < len(links) <= seen.size // 2:
         free = _least_squares(links, seen, roundoff)
         if free.explained:
             return free
     return verdict
+
+
+def _single(link: Link, seen: Looked, roundoff: float, dots: Dots) -> Verdict:
+    """The ordinary case, a single backward pass whose sums are known."""
+    square, both, expected, rest = dots
+    ratio, determined = _ratio_of(square, both, expected, link.scale, roundoff)
+    if ratio != 1:
+        left = seen - ratio * link.added if ratio else seen
+        rest = float(left @ left)
+    return _judged([ratio], square, rest, _scaled(link.scale, ratio), roundoff, determined)
 
 
 def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
@@ -163,16 +128,14 @@ def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdic
 
 
 def _ratio(after: Seen, expected: Seen, scale: float, roundoff: float) -> tuple[float, bool]:
-    dots = float(after @ after), float(after @ expected), float(expected @ expected)
-    return _ratio_of(dots, scale, roundoff)
+    return _ratio_of(float(after @ after), float(after @ expected), float(expected @ expected), scale, roundoff)
 
 
-def _ratio_of(dots: tuple[float, float, float], scale: float, roundoff: float) -> tuple[float, bool]:
+def _ratio_of(after: float, both: float, expected: float, scale: float, roundoff: float) -> tuple[float, bool]:
     """The number by which `expected` was multiplied, and whether it stands above the rounding.
 
-    dots: after · after, after · expected, expected · expected.
+    after · after, after · expected, expected · expected.
     """
-    after, both, expected = dots
     if not math.isfinite(expected) or expected == 0:
         return 1.0, False
     if after == 0:

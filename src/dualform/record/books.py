@@ -18,7 +18,7 @@ from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.ledger import LayerLedger, Ledger
-from dualform.record.looks import all_unchanged, look_all
+from dualform.record.looks import Looks
 from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
@@ -41,6 +41,18 @@ class _Audited:
     settings: dict[str, float]
 
 
+@dataclass(slots=True)
+class _Watched:
+    """The recorded parameters of one optimizer."""
+
+    groups: list[Any]
+    ids: list[int]
+    """How many parameters are recorded at all, and those of the optimizer."""
+    entries: list[tuple[ParameterLedger, dict[str, Any]]]
+    """With their groups."""
+    looks: Looks
+
+
 class Books:
     """Keeps the books of one recording."""
 
@@ -48,41 +60,46 @@ class Books:
         self._ledger, self._optimizers = ledger, optimizers
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
-        self._found: dict[int, tuple[list[Any], list[int], list[tuple[ParameterLedger, dict[str, Any]]]]] = {}
-        self._states: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._states: dict[int, list[tuple[ParameterLedger, str, Tensor, int]]] = {}
+        """By optimizer: its state after its last step, with PyTorch's count of changes."""
         self._rows_of: dict[int, int] = {}
         self._backward_of: dict[int, int] = {}
         """By backward pass: its number in the open step."""
         self.next_row = 0
 
-    def recorded(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[ParameterLedger, dict[str, Any]]]:
-        """The recorded parameters of some optimizers (default: all), with their groups."""
-        return chain.from_iterable(
-            self._recorded(number) for number in (range(len(self._optimizers)) if numbers is None else numbers)
-        )
+    def recorded(self) -> Iterable[tuple[ParameterLedger, dict[str, Any]]]:
+        """The recorded parameters of all optimizers, with their groups."""
+        return chain.from_iterable(self._watch(number).entries for number in range(len(self._optimizers)))
 
-    def _recorded(self, number: int) -> list[tuple[ParameterLedger, dict[str, Any]]]:
-        """Found once, and again when a group, a parameter or a layer is new (load_state_dict makes new groups)."""
+    def _watch(self, number: int) -> _Watched:
+        """The recorded parameters of an optimizer: found once, and again when a group, a parameter or a layer is new
+        (load_state_dict makes new groups)."""
         groups, parameters = self._optimizers[number].param_groups, self._ledger.parameters
         now = [len(parameters), *[id(parameter) for group in groups for parameter in group["params"]]]
-        known = self._found.get(number)
-        if known is None or known[1] != now or len(known[0]) != len(groups) or not all(map(is_, known[0], groups)):
+        known = self._watched.get(number)
+        if (
+            known is None
+            or known.ids != now
+            or len(known.groups) != len(groups)
+            or not all(map(is_, known.groups, groups))
+        ):
             found = [
                 (parameters[id(parameter)], group)
                 for group in groups
                 for parameter in group["params"]
                 if id(parameter) in parameters
             ]
-            known = self._found[number] = (list(groups), now, found)
-        return known[2]
+            known = self._watched[number] = _Watched(list(groups), now, found, Looks([ledger for ledger, _ in found]))
+        return known
 
     def optimizer_state(self, numbers: Iterable[int] | None = None) -> list[tuple[ParameterLedger, str, Tensor]]:
-        """The state tensors that belong to the initial part."""
+        """The state tensors of some optimizers (default: all) that belong to the initial part."""
         return [
             (ledger, name, value)
             for number in (range(len(self._optimizers)) if numbers is None else numbers)
             if (replay := self._replays[number]) is not None
-            for ledger, _ in self._recorded(number)
+            for ledger, _ in self._watch(number).entries
             if (state := self._optimizers[number].state.get(ledger.parameter))
             for name in replay.state
             if isinstance(value := state.get(name), Tensor)
@@ -100,14 +117,15 @@ class Books:
 
     def changes(self) -> dict[str, tuple[ParameterLedger, str]]:
         """What changed since the last update though no optimizer did it: by parameter, and how."""
-        ledgers = [ledger for ledger, _ in self.recorded()]
-        found = {}
-        if not all_unchanged(ledgers):
-            found = {ledger.name: (ledger, EDITED) for ledger in ledgers if ledger.changed()}
-        for ledger, name, value in self.optimizer_state():
-            known = self._states.get((ledger.number, name))
-            if known is not None and (known[0] is not value or known[1] != value._version):
-                found.setdefault(ledger.name, (ledger, REPLACED))
+        found: dict[str, tuple[ParameterLedger, str]] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            looks = self._watch(number).looks
+            if not looks.unchanged():
+                found |= {ledger.name: (ledger, EDITED) for ledger in looks.ledgers if ledger.changed()}
+            for ledger, name, known, version in self._states.get(number, ()):
+                value = optimizer.state.get(ledger.parameter, {}).get(name)
+                if value is not None and (value is not known or value._version != version):
+                    found.setdefault(ledger.name, (ledger, REPLACED))
         return found
 
     def settle_changes(self, step: records.Step) -> None:
@@ -120,13 +138,12 @@ class Books:
 
     def remember(self, numbers: Collection[int], step: records.Step | None) -> None:
         """Remember what parameters and optimizer state look like after an update."""
-        ledgers = [ledger for ledger, _ in self.recorded(numbers)]
-        for ledger, seen in zip(ledgers, look_all(ledgers, [ledger.parameter for ledger in ledgers]), strict=True):
-            ledger.remember(seen=seen)
+        for number in numbers:
+            looks = self._watch(number).looks
+            looks.remember()
             if step is not None:
-                step.after[ledger.number] = ledger.fingerprint_later()
-        for ledger, name, value in self.optimizer_state():
-            self._states[ledger.number, name] = (value, value._version)
+                step.after.update({ledger.number: ledger.fingerprint_later() for ledger in looks.ledgers})
+            self._states[number] = [(*one, one[2]._version) for one in self.optimizer_state([number])]
 
     # A step
 
@@ -163,32 +180,34 @@ class Books:
                     entry.settings,
                     listed,
                     entry.verdict.residual,
-                    entry.gradient.detach().cpu() * unscaled if is_small else None,
+                    _copied(entry.gradient, unscaled) if is_small else None,
                 )
             )
 
     def _audit(self, number: int, step: records.Step) -> Iterator[_Audited]:
-        replay, state = self._replays[number], self._optimizers[number].state
+        replay, state, watched = self._replays[number], self._optimizers[number].state, self._watch(number)
         entries = [
             (ledger, group, gradient, [link for link in ledger.links if link.counted])
-            for ledger, group in self.recorded([number])
+            for ledger, group in watched.entries
             if (gradient := ledger.parameter.grad) is not None
         ]
-        looked = look_all([entry[0] for entry in entries], [entry[2] for entry in entries])
-        cases = [
-            audit.Case(links, seen, max([ledger.roundoff, *(link.roundoff for link in links)]))
-            for (ledger, _, _, links), seen in zip(entries, looked, strict=True)
-        ]
-        for (ledger, group, gradient, links), case, verdict in zip(
-            entries, cases, audit.explain_all(cases), strict=True
-        ):
-            if not all(link.audited for link in links):
+        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
+        looks = watched.looks if len(entries) == len(watched.entries) else Looks([entry[0] for entry in entries])
+        looked = looks.at(
+            [entry[2] for entry in entries], [links[0].added if len(links) == 1 else None for *_, links in entries]
+        )
+        for (ledger, group, gradient, links), (seen, dots) in zip(entries, looked, strict=True):
+            unit = max([ledger.roundoff, *(link.roundoff for link in links)])
+            if all(link.audited for link in links):
+                verdict = audit.explain(links, seen, unit, dots)
+            else:
                 verdict = audit.unaudited(links)
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
-            settings = replay.settings(group, state.get(ledger.parameter, {})) if replay else {}
-            if case.roundoff > ledger.roundoff:
-                settings["autocast"] = case.roundoff
+            numbers = shared.get(id(group), {})
+            settings = {**numbers, **replay.own(numbers, state.get(ledger.parameter, {}))} if replay else {}
+            if unit > ledger.roundoff:
+                settings["autocast"] = unit
             yield _Audited(ledger, gradient, links, verdict, settings)
 
     def _store_slots(self, parameters: set[int], tasks: dict[int, set[int]], step: records.Step) -> None:
@@ -270,6 +289,11 @@ class Books:
             )
         for layer in layers:
             step.marks.setdefault(layer, what)
+
+
+def _copied(gradient: Tensor, times: float) -> Tensor:
+    own = gradient.detach().clone() if times == 1 else gradient.detach() * times
+    return own.cpu()
 
 
 def _common_factor(verdicts: list[audit.Verdict]) -> float:

@@ -1,8 +1,9 @@
-"""The slots of an ordinary call in one compiled loop: what they add to the gradients as seen through R, and their copies."""
+"""The slots of ordinary calls in one compiled loop: what they add to the gradients as seen through R, and their copies."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,24 @@ from dualform.native.kernels import is_plain, kernels
 from dualform.store.encoding import TORCH, Encoded, Pool
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(slots=True)
+class Slots:
+    """The slots of one call."""
+
+    keys: Tensor
+    """(n, d_in)."""
+    errors: Tensor
+    """(n, d_out)."""
+    random: int
+    """Where R (d_in, k) is in memory, column after column, …"""
+    k: int
+    """… and how many columns it has."""
+    key_name: str
+    """Where the memory of the copies comes from (see Pool)."""
+    error_name: str | None
+    """None: error signals are not kept."""
 
 
 @dataclass(slots=True)
@@ -30,42 +49,42 @@ class Taken:
     errors: Encoded | None
 
 
-def take(
-    keys: Tensor, errors: Tensor, random: Tensor, dtype: str, pool: Pool, names: tuple[str, str | None]
-) -> Taken | None:
-    """Keys (n, d_in), error signals (n, d_out), R (d_in, k); None: they are to be taken in the plain way.
-
-    names: where the memory of the copies comes from (see Pool); None: error signals are not kept.
-    """
-    loops, columns = kernels(), random.T
-    if loops is None or dtype == "float64" or not (is_plain(keys) and is_plain(errors) and is_plain(columns)):
-        return None
-    (count, d_in), (k, d_out) = keys.shape, (columns.shape[0], errors.shape[1])
-    size, threads = (k + 1) * d_out + 3, torch.get_num_threads()
-    sums = torch.empty(size * threads, dtype=torch.float64)
-    exponents = torch.empty(2, count, dtype=torch.int16).unbind() if dtype == "float16" else (None, None)
-    copies = [
-        Encoded(room, exponent, slab, first)
-        for one, name, exponent in zip((keys, errors), names, exponents, strict=True)
-        if name is not None
-        for room, slab, first in (pool.take(name, one.shape, TORCH[dtype]),)
-    ]
-    places = [place for copy in copies for place in _places(copy)]
-    failed = loops.slots(
-        *(count, d_in, d_out, k),
-        *(keys.data_ptr(), errors.data_ptr(), columns.data_ptr()),
-        *(places if len(places) == 4 else [*places, None, None]),
-        *(sums.data_ptr(), threads),
-    )
-    if failed:
-        for copy in copies:
-            pool.give(copy)
-        return None
-    found = sums.numpy()
-    error_norm, projected_norm, key_norm = map(math.sqrt, found[size - 3 : size].tolist())
-    added = found[: size - 3].reshape(k + 1, d_out)
-    return Taken(added, error_norm, projected_norm, key_norm, copies[0], copies[1] if len(copies) > 1 else None)
-
-
-def _places(copy: Encoded) -> tuple[int, int | None]:
-    return copy.data.data_ptr(), None if copy.exponents is None else copy.exponents.data_ptr()
+def take_all(calls: Sequence[Slots], dtype: str, pool: Pool) -> list[Taken | None]:
+    """What there is to know of each call's slots, and their copies; None: they are to be taken in the plain way."""
+    found: list[Taken | None] = [None] * len(calls)
+    loops = kernels()
+    if loops is None or dtype == "float64":
+        return found
+    kind, table, copies = TORCH[dtype], [], []
+    for place, call in enumerate(calls):
+        keys, errors = call.keys, call.errors
+        if not (is_plain(keys) and is_plain(errors)):
+            continue
+        key_copy = pool.take(call.key_name, keys.shape, kind)
+        error_copy = None if call.error_name is None else pool.take(call.error_name, errors.shape, kind)
+        copies.append((place, key_copy, error_copy))
+        table.append(
+            (
+                *(*keys.shape, errors.shape[1], call.k),
+                *(keys.data_ptr(), errors.data_ptr(), call.random),
+                *(*key_copy.places, *(error_copy.places if error_copy is not None else (0, 0)), 0),
+            )
+        )
+    if not table:
+        return found
+    sizes = [((k + 1) * d_out, d_out) for _, _, d_out, k, *_ in table]
+    threads = torch.get_num_threads()
+    sums, given = np.empty((sum(size for size, _ in sizes) + 3 * len(table)) * threads), np.array(table, np.int64)
+    loops.slots(len(table), given.ctypes.data, sums.ctypes.data, threads)
+    end = 0
+    for (place, key_copy, error_copy), (size, d_out) in zip(copies, sizes, strict=True):
+        begin, end = end, end + size + 3
+        error, projected, key = map(math.sqrt, sums[end - 3 : end].tolist())
+        if math.isfinite(error):
+            added = sums[begin : end - 3].reshape(-1, d_out)
+            found[place] = Taken(added, error, projected, key, key_copy, error_copy)
+        else:
+            pool.give(key_copy)
+            if error_copy is not None:
+                pool.give(error_copy)
+    return found

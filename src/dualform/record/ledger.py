@@ -23,7 +23,7 @@ from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
-from dualform.record.compiled import Taken, take
+from dualform.record.compiled import Slots, Taken, take_all
 from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 
@@ -82,6 +82,30 @@ class Call:
     errors: Encoded | None = None
 
 
+@dataclass(slots=True)
+class Arrived:
+    """Keys and error signals of a visit, for one layer: a row for each slot, or for each of its feature maps."""
+
+    layer: LayerLedger
+    visit: Visit
+    rows: int
+    positions: int
+    shape: tuple[int, ...]
+    stored: Tensor
+    """The keys as they are stored."""
+    errors: Tensor | None
+    slots: Slots | None = None
+    """The same, if they may be taken by the compiled loop."""
+
+    def keys(self) -> Keys:
+        """The keys as what they stand for."""
+        layer = self.layer.layer
+        if layer.geometry is not None:
+            return Maps(self.stored.reshape(-1, layer.geometry.channels, *self.shape[1:]), layer.geometry)
+        assert self.errors is not None
+        return Numbers(self.stored, layer.d_in, self.errors.dtype) if layer.form == "numbers" else Vectors(self.stored)
+
+
 class LayerLedger:
     """The slots of one layer since its last update."""
 
@@ -100,72 +124,70 @@ class LayerLedger:
         self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
         self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
 
-    def _take(self, task: int, keys: Tensor, errors: Tensor, store_as: StoreAs) -> Taken | None:
-        """Add what the slots of something like nn.Linear say, and copy them, in one compiled loop if there is one."""
-        weight = self.uses[0][1]
-        names = self._key_name, self._error_name if store_as.keeps_errors else None
-        taken = take(keys, errors, weight.random, store_as.dtype, store_as.pool, names)
-        if taken is not None:
-            for (_, parameter), added, norm in zip(
-                self.uses,
-                (taken.added[:-1].T.reshape(-1), taken.added[-1]),
-                (
-                    max(taken.projected_norm, taken.key_norm if keys.shape[1] <= SHORT else 0.0),
-                    math.sqrt(keys.shape[0]),
-                ),
-                strict=False,
-            ):
-                if parameter.parameter.requires_grad:
-                    parameter.link(task).add(added, taken.error_norm * norm)
-        return taken
-
-    def add(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Call:
-        """Add what one call has to say on the gradients; its slots are copied already, or yet to be (`wanted`)."""
+    def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Arrived:
+        """What has arrived at one call, a row for each slot."""
+        layer, keys, positions = self.layer, found.keys.detach(), layout.positions
         if found.errors is None:
+            return Arrived(self, visit, layout.rows, positions, (), layout.slots(keys), None)
+        errors = found.errors.detach()
+        if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
+            unit, kind = roundoff(errors), self.uses[0][1].parameter.dtype
+            keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
+            errors = errors.to(kind)
+            for _, parameter in self.uses:
+                parameter.link(task).roundoff = unit
+        if layer.geometry is not None:
+            size = tuple(keys.shape[2:])
+            stored = layout.slots(keys.flatten(1))
+            errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
+            count = positions * math.prod(layer.geometry.positions(size))
+            return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors)
+        keys, errors = layout.slots(keys), layout.slots(errors)
+        slots = None
+        weight = self.uses[0][1]
+        if self._like_linear and weight.in_columns:
+            kept = self._error_name if store_as.keeps_errors else None
+            slots = Slots(keys, errors, weight.random.data_ptr(), weight.columns, self._key_name, kept)
+        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots)
+
+    def add(self, task: int, arrived: Arrived, taken: Taken | None, store_as: StoreAs) -> Call:
+        """Add what one call has to say on the gradients; its slots are copied already (`taken`), or yet to be (`wanted`)."""
+        call, errors = self._call(task, arrived), arrived.errors
+        if errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
-            call = self._call(task, visit, layout.rows, layout.positions)
-            return self._copied(call, layout.slots(found.keys.detach()), None)
-        layer, detached, arrived = self.layer, found.keys.detach(), found.errors.detach()
-        unit = 0.0
-        if arrived.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
-            unit, kind = roundoff(arrived), self.uses[0][1].parameter.dtype
-            detached = detached.to(arrived.dtype).to(kind) if detached.is_floating_point() else detached
-            arrived = arrived.to(kind)
-        positions = layout.positions
-        shape: tuple[int, ...] = ()
-        keys: Keys
-        if layer.geometry is not None:
-            size = tuple(detached.shape[2:])
-            stored = layout.slots(detached.flatten(1))
-            keys = Maps(stored.reshape(-1, layer.geometry.channels, *size), layer.geometry)
-            errors = layout.slots(arrived.flatten(1)).reshape(-1, arrived.shape[-1])
-            shape, positions = (positions, *size), positions * math.prod(layer.geometry.positions(size))
-        else:
-            stored, errors = layout.slots(detached), layout.slots(arrived)
-            keys = Numbers(stored, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(stored)
-        for _, parameter in self.uses if unit else ():
-            parameter.link(task).roundoff = unit
-        taken = self._take(task, stored, errors, store_as) if self._like_linear else None
+            return self._copied(call, arrived.stored, None)
         if taken is not None:
-            call = self._call(task, visit, layout.rows, positions)
+            self._add_taken(task, taken, *arrived.stored.shape)
             call.keys, call.errors = taken.keys, taken.errors
             return call
         norms = torch.linalg.vector_norm(errors, dim=1)
-        size_of_errors = norm_of(norms.cpu().numpy())
+        size_of_errors, keys = norm_of(norms.cpu().numpy()), arrived.keys()
         for use, parameter in self.uses:
             if parameter.parameter.requires_grad:
                 parameter.add(task, use, keys, errors, size_of_errors)
         kept = None
         if store_as.keeps_errors:
-            some = errors[:, list(layer.outputs)] if layer.outputs else errors
-            kept = Wanted(some, self._error_name, None if layer.outputs else norms)
-        return self._copied(self._call(task, visit, layout.rows, positions, shape), stored, kept)
+            some = errors[:, list(self.layer.outputs)] if self.layer.outputs else errors
+            kept = Wanted(some, self._error_name, None if self.layer.outputs else norms)
+        return self._copied(call, arrived.stored, kept)
 
-    def _call(self, task: int, visit: Visit, rows: int, positions: int, shape: tuple[int, ...] = ()) -> Call:
+    def _add_taken(self, task: int, taken: Taken, count: int, width: int) -> None:
+        """Add what the slots of something like nn.Linear say: its weight, and its bias if it has one."""
+        weights, bias = taken.added[:-1], taken.added[-1]
+        seen = weights[0] if len(weights) == 1 else weights.T.reshape(-1)
+        key_norm = max(taken.projected_norm, taken.key_norm) if width <= SHORT else taken.projected_norm
+        said = ((seen, key_norm), (bias, math.sqrt(count)))
+        for (_, parameter), (added, norm) in zip(self.uses, said, strict=False):
+            if parameter.parameter.requires_grad:
+                parameter.link(task).add(added, taken.error_norm * norm)
+
+    def _call(self, task: int, arrived: Arrived) -> Call:
         """Enter a call."""
+        visit = arrived.visit
         assert visit.batch is not None
-        call = Call(visit.serial, visit.batch, rows, positions, shape, self._keys_may_repeat and visit.from_data)
+        may_repeat = self._keys_may_repeat and visit.from_data
+        call = Call(visit.serial, visit.batch, arrived.rows, arrived.positions, arrived.shape, may_repeat)
         self.calls.setdefault(task, []).append(call)
         return call
 
@@ -336,17 +358,20 @@ class Ledger:
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
         """Find the slots of some visits, and copy them."""
-        calls = [call for visit, errors in arrived.items() for call in self._slots(visit, errors, task)]
+        read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
+        ordinary = [one.slots for one in read if one.slots is not None]
+        taken = iter(take_all(ordinary, self.store_as.dtype, self.store_as.pool))
+        calls = [one.layer.add(task, one, next(taken) if one.slots else None, self.store_as) for one in read]
         wanted = [(call, name, one) for call in calls for name, one in call.wanted.items()]
-        copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
-        for (call, name, _), vectors in zip(wanted, copied, strict=True):
-            setattr(call, name, vectors)
-        for call in calls:
-            call.wanted = {}
+        if wanted:
+            copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
+            for (call, name, _), vectors in zip(wanted, copied, strict=True):
+                setattr(call, name, vectors)
+                call.wanted = {}
         self._held = 0
 
-    def _slots(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Call]:
-        """All gradients of a visit are there: find its slots."""
+    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
+        """All gradients of a visit are there: read them as keys and error signals of its layers."""
         module, found = visit.module, visit.slots(errors)
         for one in found:
             layer = module.by_name[joined(module.name, one.layer)]
@@ -355,7 +380,7 @@ class Ledger:
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
-            yield layer.add(task, visit, one, layout, self.store_as)
+            yield layer.read(task, visit, one, layout, self.store_as)
 
     def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None

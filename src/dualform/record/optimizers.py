@@ -15,14 +15,27 @@ from torch.optim import Optimizer
 from dualform.errors import OptimizerError
 from dualform.recursions import KINDS, nadam_momentum
 
+Numbers = dict[str, float]
+
+
+def _nothing(numbers: Numbers, state: dict[str, Any]) -> Numbers:
+    return {}
+
 
 @dataclass(frozen=True)
 class Replay:
     """How an optimizer is written down: the settings of a step, and the state tensors it carries."""
 
     kind: str
-    settings: Callable[[dict[str, Any], dict[str, Any]], dict[str, float]]
-    """(the parameter's group, its state before the step) → numbers."""
+    shared: Callable[[dict[str, Any]], Numbers]
+    """Of a group → numbers that all its parameters share."""
+    own: Callable[[Numbers, dict[str, Any]], Numbers] = _nothing
+    """Of these and a parameter's state before the step → numbers of its own."""
+
+    def settings(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        """All numbers of a parameter's update."""
+        shared = self.shared(group)
+        return {**shared, **self.own(shared, state)}
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -30,67 +43,51 @@ class Replay:
         return KINDS[self.kind].state
 
 
-def _numbers(group: dict[str, Any], *names: str) -> dict[str, float]:
-    return {name: float(group[name]) for name in ("lr", "weight_decay", "maximize", *names)}
+def _numbers(*names: str) -> Callable[[dict[str, Any]], Numbers]:
+    wanted = ("lr", "weight_decay", "maximize", *names)
+    return lambda group: {name: float(group[name]) for name in wanted}
 
 
-def _count(state: dict[str, Any]) -> float:
+def _betas(*names: str) -> Callable[[dict[str, Any]], Numbers]:
+    numbers = _numbers("eps", *names)
+
+    def read(group: dict[str, Any]) -> Numbers:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        decoupled = float(group.get("decoupled_weight_decay", False))
+        return {**numbers(group), "beta1": beta1, "beta2": beta2, "decoupled": decoupled}
+
+    return read
+
+
+def _adamw(group: dict[str, Any]) -> Numbers:
+    return {**_betas("amsgrad")(group), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
+
+
+def _fresh(numbers: Numbers, state: dict[str, Any]) -> Numbers:
+    return {"fresh": float(state.get("momentum_buffer") is None)}
+
+
+def _count(numbers: Numbers, state: dict[str, Any]) -> Numbers:
     """The number of this update, from 1."""
-    return float(state.get("step", 0)) + 1
+    return {"count": float(state.get("step", 0)) + 1}
 
 
-def _sgd(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    fresh = float(state.get("momentum_buffer") is None)
-    return {**_numbers(group, "momentum", "dampening", "nesterov"), "fresh": fresh}
-
-
-def _betas(group: dict[str, Any], state: dict[str, Any], *names: str) -> dict[str, float]:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    decoupled = float(group.get("decoupled_weight_decay", False))
-    more = {"beta1": beta1, "beta2": beta2, "count": _count(state), "decoupled": decoupled}
-    return {**_numbers(group, "eps", *names), **more}
-
-
-def _adam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return _betas(group, state, "amsgrad")
-
-
-def _adamw(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return {**_adam(group, state), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
-
-
-def _nadam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    numbers = _betas(group, state, "momentum_decay")
+def _nadam(numbers: Numbers, state: dict[str, Any]) -> Numbers:
+    own = _count(numbers, state)
     product = state.get("mu_product", torch.ones(()))  # PyTorch rounds it to its own type
-    return {**numbers, "mu_product": float(product * nadam_momentum(numbers, numbers["count"]))}
-
-
-def _radam(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return _betas(group, state)
-
-
-def _adagrad(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return {**_numbers(group, "eps", "lr_decay"), "count": _count(state)}
-
-
-def _rmsprop(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return _numbers(group, "eps", "alpha", "centered", "momentum")
-
-
-def _adadelta(group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
-    return _numbers(group, "eps", "rho")
+    return {**own, "mu_product": float(product * nadam_momentum(numbers, own["count"]))}
 
 
 OPTIMIZERS: dict[type[Optimizer], Replay] = {
-    torch.optim.SGD: Replay("sgd", _sgd),
-    torch.optim.AdamW: Replay("adam", _adamw),
-    torch.optim.Adam: Replay("adam", _adam),
-    torch.optim.NAdam: Replay("nadam", _nadam),
-    torch.optim.RAdam: Replay("radam", _radam),
-    torch.optim.Adagrad: Replay("adagrad", _adagrad),
-    torch.optim.RMSprop: Replay("rmsprop", _rmsprop),
-    torch.optim.Adadelta: Replay("adadelta", _adadelta),
-    torch.optim.Adamax: Replay("adamax", _radam),
+    torch.optim.SGD: Replay("sgd", _numbers("momentum", "dampening", "nesterov"), _fresh),
+    torch.optim.AdamW: Replay("adam", _adamw, _count),
+    torch.optim.Adam: Replay("adam", _betas("amsgrad"), _count),
+    torch.optim.NAdam: Replay("nadam", _betas("momentum_decay"), _nadam),
+    torch.optim.RAdam: Replay("radam", _betas(), _count),
+    torch.optim.Adagrad: Replay("adagrad", _numbers("eps", "lr_decay"), _count),
+    torch.optim.RMSprop: Replay("rmsprop", _numbers("eps", "alpha", "centered", "momentum")),
+    torch.optim.Adadelta: Replay("adadelta", _numbers("eps", "rho")),
+    torch.optim.Adamax: Replay("adamax", _betas(), _count),
 }
 NOT_LINEAR = {
     "LBFGS": "it looks back over several gradients at once and may search along a line",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dualform.layers.keys import Keys, Numbers, Vectors, in_groups, part
 from dualform.layers.streams import Use
+from dualform.native.kernels import is_plain
 from dualform.record import audit
 
 THROWN = 8
@@ -46,6 +47,11 @@ class Link(audit.Link):
         return self.added
 
 
+def mark_of(parameter: Tensor) -> tuple[int, int]:
+    """What a change that PyTorch counts would change."""
+    return parameter._version, parameter.data_ptr()
+
+
 def roundoff(tensor: Tensor) -> float:
     """The unit roundoff of a tensor's type."""
     return torch.finfo(tensor.dtype).eps / 2
@@ -77,15 +83,19 @@ class ParameterLedger:
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
         self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
         self.columns = self.random.shape[1] if self.is_matrix else 1
+        self.in_columns = is_plain(self.random.T) and self.random.numel() > 0
+        """Whether a compiled loop can look through R (a weight without columns has nothing to see)."""
         self._vector = self.random[:, 0] if self.columns == 1 else None
         self.rows, self.roundoff = rows, roundoff(parameter)
         self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
-        self._turn, self._part = 0, max(1, -(-rows // PARTS))
+        # Between steps, a part of its rows is looked at; of a vector all of them, in one turn of so many
+        self.next_turn, self.part = 1, max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
-        self._turns = max(1, -(-rows // self._part)) if self.is_matrix else PARTS
+        self.turns = max(1, -(-rows // self.part)) if self.is_matrix else PARTS
+        self.next_turn %= self.turns
         self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
         self._whole, self._parts = parameter.detach(), list[Tensor]()
         self._mark = (-1, -1)
@@ -117,13 +127,13 @@ class ParameterLedger:
     def remember(self, value: Tensor | None = None, seen: audit.Looked | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value; seen: the same, looked at already."""
         parameter = self.parameter
-        mark = (parameter._version, parameter.data_ptr())
+        mark = mark_of(parameter)
         if (
             mark[1] != self._mark[1]
         ):  # views of it are made once: to make one takes as long as a look at a small parameter
             self._whole = parameter.detach()
             if self.is_matrix:
-                self._parts = list(torch.split(self._whole.reshape(self.rows, -1), self._part))
+                self._parts = list(torch.split(self._whole.reshape(self.rows, -1), self.part))
         self._mark = mark
         if seen is None:
             now = self.look(self._whole if value is None else value)
@@ -144,24 +154,23 @@ class ParameterLedger:
         """About how large the fingerprint can be: the norm of what was remembered."""
         return norm_of(self._seen.astype(np.float64))
 
-    def next_part(self) -> tuple[audit.Looked, Tensor] | None:
-        """What it was, and what is to be compared with that before the next step; None: nothing."""
-        known, parameter = self._seen, self.parameter
-        if self._mark != (parameter._version, parameter.data_ptr()):
-            return known, parameter
-        turn = (self._turn + 1) % self._turns
-        if not self.is_matrix:
-            return None if turn else (known, parameter)
-        low = turn * self._part * self.columns
-        return known[low : low + self._part * self.columns], self._parts[turn]
-
     def turn(self) -> None:
-        """The next part has been compared."""
-        self._turn = (self._turn + 1) % self._turns
+        """The next part has been looked at."""
+        self.next_turn = (self.next_turn + 1) % self.turns
+
+    def _next_part(self) -> tuple[audit.Looked, Tensor] | None:
+        """What it was, and what is to be compared with that before the next step; None: nothing."""
+        known, turn = self._seen, self.next_turn
+        if self._mark != mark_of(self.parameter):
+            return known, self.parameter
+        if not self.is_matrix:
+            return None if turn else (known, self.parameter)
+        low = turn * self.part * self.columns
+        return known[low : low + self.part * self.columns], self._parts[turn]
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        compared, parameter = self.next_part(), self.parameter
+        compared, parameter = self._next_part(), self.parameter
         self.turn()
         if compared is None:
             return False

@@ -61,24 +61,30 @@ def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Se
 def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:
     if not vectors:
         return {}
-    tensors: dict[str, Sequence[Array]] = {f"{name}s": _joined(vectors)}
+    joined = _joined(vectors)
+    tensors: dict[str, Sequence[Array]] = {f"{name}s": [one.data.numpy() for one in joined]}
     if vectors[0].exponents is not None:
-        exponents = [v.exponents.numpy() for v in vectors if v.exponents is not None]
-        tensors[f"{name}_exponents"] = [np.concatenate(exponents)]
+        tensors[f"{name}_exponents"] = [one.exponents.numpy() for one in joined if one.exponents is not None]
     return tensors
 
 
-def _joined(vectors: Sequence[Encoded]) -> list[Array]:
+def _joined(vectors: Sequence[Encoded]) -> list[Encoded]:
     """The stored vectors, those that follow each other in memory as one: fewer calls for the writer's thread."""
-    found: list[Array] = []
-    slab, low, high = None, 0, 0
+    found: list[Encoded] = []
+    stretch: list[Encoded] = []
+    end = 0
     for one in vectors:
-        if slab is not None and slab is one.slab and one.first == high:
-            high += one.data.shape[0]
-            continue
-        if slab is not None:
-            found.append(slab.memory[low:high].numpy())
-        slab, low, high = one.slab, one.first, one.first + one.data.shape[0]
-        if slab is None:
-            found.append(one.data.numpy())
-    return found if slab is None else [*found, slab.memory[low:high].numpy()]
+        if stretch and not (one.slab is stretch[0].slab and one.slab is not None and one.first == end):
+            found.append(_together(stretch))
+            stretch = []
+        stretch.append(one)
+        end = one.first + one.data.shape[0]
+    return [*found, _together(stretch)]
+
+
+def _together(stretch: Sequence[Encoded]) -> Encoded:
+    first, slab = stretch[0], stretch[0].slab
+    if len(stretch) == 1 or slab is None:
+        return first
+    end = stretch[-1].first + stretch[-1].data.shape[0]
+    return slab.part(first.first, end - first.first)

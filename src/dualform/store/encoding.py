@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -39,11 +39,16 @@ class Encoded:
     """The memory that `data` is a part of, if it goes back to a pool, …"""
     first: int = 0
     """… and its first row there."""
+    nbytes: int = field(init=False)
+    """How much memory it takes."""
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
 
     @property
-    def nbytes(self) -> int:
-        """How much memory it takes."""
-        return self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
+    def places(self) -> tuple[int, int]:
+        """Where vectors and exponents begin in memory; 0: there are none."""
+        return self.data.data_ptr(), 0 if self.exponents is None else self.exponents.data_ptr()
 
     def scales(self, places: slice | Tensor) -> Tensor | None:
         """The exponents of some of the vectors."""
@@ -77,24 +82,38 @@ class Encoded:
         return Encoded(self.data[which], self.scales(which))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slab:
     """A stretch of memory that is filled step by step; goes round once all its parts have been given back."""
 
     memory: Tensor
+    exponents: Tensor | None
+    """… of each of its vectors."""
+    rows: int
     used: int = 0
     out: int = 0
-    parts: tuple[Tensor, ...] = ()
-    """It cut into parts as large as the first one, for batches that are all alike."""
+    parts: list[Encoded] = field(default_factory=list)
+    """It cut into parts as long as the first one, for batches that are all alike: made once."""
+    length: int = 0
+    """How long they are."""
 
-    def taken(self, rows: int) -> Tensor:
+    def taken(self, rows: int) -> Encoded:
         """The next rows."""
         low, self.used, self.out = self.used, self.used + rows, self.out + 1
-        if not low and rows and not (self.parts and self.parts[0].shape[0] == rows):
-            self.parts = torch.split(self.memory, rows) if len(self.memory) <= BLOCKS * rows else ()
-        if self.parts and rows == self.parts[0].shape[0] and not low % rows:
+        if not low and rows and rows != self.length:
+            self.length = rows if self.rows <= BLOCKS * rows else 0
+            self.parts = [self.part(at, rows) for at in range(0, self.rows, rows)] if self.length else []
+        if rows and rows == self.length and not low % rows:
             return self.parts[low // rows]
-        return self.memory[low : self.used]
+        return self.part(low, rows)
+
+    def part(self, low: int, rows: int) -> Encoded:
+        """Some of its rows."""
+        exponents = None if self.exponents is None else self.exponents[low : low + rows]
+        return Encoded(self.memory[low : low + rows], exponents, self, low)
+
+
+_NONE: tuple[None, None] = (None, None)
 
 
 class Pool:
@@ -105,23 +124,23 @@ class Pool:
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
         self._free: dict[tuple[torch.Size, torch.dtype], list[Slab]] = defaultdict(list)
-        self._filling: dict[str, Slab] = {}
+        self._filling: dict[str, tuple[tuple[int, torch.dtype], Slab]] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Slab, int]:
-        """Room for vectors (n, d), with any content; the memory that it is a part of, and where."""
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Encoded:
+        """Room for vectors (n, d), with any content."""
+        count, width = shape
         with self._lock:
-            slab = self._filling.get(name)
-            fits = slab is not None and slab.memory.dtype == dtype and slab.memory.shape[1] == shape[1]
-            if slab is None or not fits or slab.used + shape[0] > len(slab.memory):
+            key, slab = self._filling.get(name, _NONE)
+            if slab is None or key != (width, dtype) or slab.used + count > slab.rows:
                 if slab is not None and not slab.out:
                     self._keep(slab)
-                slab = self._filling[name] = self._slab(shape, dtype)
-            first = slab.used
-            return slab.taken(shape[0]), slab, first
+                slab = self._slab(count, width, dtype)
+                self._filling[name] = (width, dtype), slab
+            return slab.taken(count)
 
     def scratch(self, like: Tensor) -> Tensor:
         """Room for something that is used at once, of the same shape and type."""
@@ -141,19 +160,20 @@ class Pool:
             slab = vectors.slab
             if slab is not None:
                 slab.out -= 1
-                if not slab.out and slab not in self._filling.values():
+                if not slab.out and not any(slab is one for _, one in self._filling.values()):
                     self._keep(slab)
 
-    def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Slab:
+    def _slab(self, count: int, width: int, dtype: torch.dtype) -> Slab:
         # Small layers get small slabs: a large network has hundreds of them
-        fitting = self._slab_bytes // max(1, shape[1] * dtype.itemsize)
-        rows = max(shape[0], min(fitting, BLOCKS * shape[0]))
-        free = self._free[torch.Size([rows, shape[1]]), dtype]
+        fitting = self._slab_bytes // max(1, width * dtype.itemsize)
+        rows = max(count, min(fitting, BLOCKS * count))
+        free = self._free[torch.Size([rows, width]), dtype]
         if free:
             slab = free.pop()
             self._bytes -= slab.memory.nbytes
             return slab
-        return Slab(_aligned(rows, shape[1], dtype))
+        exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
+        return Slab(_aligned(rows, width, dtype), exponents, rows)
 
     def _keep(self, slab: Slab) -> None:
         if self._bytes + slab.memory.nbytes <= self._most:
@@ -198,16 +218,13 @@ def encode_all(wanted: Sequence[Wanted], dtype: str, pool: Pool | None = None) -
         if not one.vectors.is_cpu:
             one.vectors, one.norms = one.vectors.cpu(), None
     rooms = [
-        (one.vectors.new_empty(one.vectors.shape, dtype=kind), None, 0)
-        if pool is None
-        else pool.take(one.name, one.vectors.shape, kind)
+        _room(one.vectors.shape, kind) if pool is None else pool.take(one.name, one.vectors.shape, kind)
         for one in wanted
     ]
     if dtype != "float16" or not wanted:
-        return [
-            Encoded(data.copy_(one.vectors), None, slab, first)
-            for one, (data, slab, first) in zip(wanted, rooms, strict=True)
-        ]
+        for one, room in zip(wanted, rooms, strict=True):
+            room.data.copy_(one.vectors)
+        return rooms
     for one in wanted:
         if one.vectors.dtype not in (torch.float32, torch.float64):
             one.vectors, one.norms = one.vectors.float(), None
@@ -215,14 +232,22 @@ def encode_all(wanted: Sequence[Wanted], dtype: str, pool: Pool | None = None) -
     raised = _raised(wanted, counts)
     scales = torch.split(torch.from_numpy(((253 + TOP - raised) << 23).view(np.float32)[:, None]), counts)
     exponents = torch.split(torch.from_numpy(np.subtract(raised, UNIT, dtype=np.int16, casting="unsafe")), counts)
-    found, start = [], 0
-    for one, (data, slab, first), count, scale, exponent in zip(wanted, rooms, counts, scales, exponents, strict=True):
+    start = 0
+    for one, room, count, scale, exponent in zip(wanted, rooms, counts, scales, exponents, strict=True):
         vectors, some, start = one.vectors, raised[start : start + count], start + count
         if count and not (one.as_they_are and np.equal(some, UNIT).all()):
             # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
             vectors = torch.mul(vectors, scale, out=None if pool is None else pool.scratch(vectors))
-        found.append(Encoded(data.copy_(vectors), exponent, slab, first))
-    return found
+        room.data.copy_(vectors)
+        assert room.exponents is not None
+        room.exponents.copy_(exponent)
+    return rooms
+
+
+def _room(shape: torch.Size, dtype: torch.dtype) -> Encoded:
+    """Memory of its own."""
+    exponents = torch.empty(shape[0], dtype=torch.int16) if dtype is torch.float16 else None
+    return Encoded(torch.empty(shape, dtype=dtype), exponents)
 
 
 def _raised(wanted: Sequence[Wanted], counts: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
