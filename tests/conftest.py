@@ -29,6 +29,15 @@ def no_waiting_for_the_disk():
         yield
 
 
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    """PyTorch has one thread, or several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """A recorded training in float64, for questions; nobody may change it."""

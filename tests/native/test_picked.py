@@ -39,6 +39,16 @@ def test_products_are_those_of_the_vectors(dtype, width, count):
 
 
 @compiled
+def test_many_that_are_picked_out_in_any_order(threads):
+    some, queries = tables(torch.float16, 64, scaled=True), torch.randn(2, 64)
+    numbers = torch.randint(58, (5000,), generator=torch.Generator().manual_seed(2))
+    assert Picked(some).dots(queries, numbers).equal(Picked(some).dots(queries, torch.arange(58))[:, numbers])
+    numbers[4321] = 58
+    with pytest.raises(IndexError, match="there are 58"):
+        Picked(some).dots(queries, numbers)
+
+
+@compiled
 def test_every_float16_is_read_as_what_it_is():
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)[:, None]
     found = Picked([(every, None)]).dots(torch.ones(1, 1), torch.arange(2**16))

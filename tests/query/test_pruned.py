@@ -63,7 +63,7 @@ def always(monkeypatch):
 )
 def test_pruning_changes_no_answer(keys, queries, k, look, block, groups, at_once, way, dtype):
     keys, queries = keys.astype(dtype), queries.astype(dtype)
-    codes = torch.arange(len(keys)) * 7 % 5 % groups
+    codes = (torch.arange(len(keys)) * 7 % 5 % groups).int()
     sizes = {"AT_ONCE": at_once, "QUERIES": block, "TILE": 3, "ENOUGH": 2, "FINE": 3, "LOOK": look, "TIMES": 1}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**sizes, "DENSE": 2.0}.items():

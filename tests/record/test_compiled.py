@@ -130,18 +130,12 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     assert after.key_norm == pytest.approx(2 * before.key_norm)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype: str) -> None:
     sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
     given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = take_all([slots(*one) for one in given], dtype, Pool())
-        alone = [taken(*one, dtype) for one in given]
-    finally:
-        torch.set_num_threads(before)
+    together = take_all([slots(*one) for one in given], dtype, Pool())
+    alone = [taken(*one, dtype) for one in given]
     for one, other in zip(together, alone, strict=True):
         assert one is not None
         for mine, theirs in ((one.keys, other.keys), (one.errors, other.errors)):

@@ -19,9 +19,9 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "slots": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], None),
     "looks": (ctypes.PyDLL, [COUNT] + [POINTER] * 3 + [COUNT], None),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
-    "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6, ctypes.c_int),
-    "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5, None),
-    "reaching": (ctypes.CDLL, [COUNT] + [POINTER] * 4, None),
+    "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
+    "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
+    "reaching": (ctypes.CDLL, [COUNT] + [POINTER] * 4 + [COUNT], None),
     "numbered": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] * 3 + [POINTER] * 2, COUNT),
     "moved": (ctypes.CDLL, [POINTER, COUNT, POINTER, COUNT], None),
 }

@@ -40,6 +40,8 @@ class Picked:
         queries, numbers, out = queries.contiguous(), numbers.contiguous(), torch.empty(m, n)
         tables = (self._ends.ctypes.data, self._places.ctypes.data, self._powers.ctypes.data)
         sizes = (n, len(self._ends), d, m, self._kind)
-        if loops.picked(*sizes, numbers.data_ptr(), *tables, queries.data_ptr(), out.data_ptr()):
+        if loops.picked(
+            *sizes, numbers.data_ptr(), *tables, queries.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        ):
             raise IndexError(f"a vector was asked for that is not there: there are {self._ends[-1]}")
         return out

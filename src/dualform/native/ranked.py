@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,19 +15,35 @@ HELD = 1 << 16
 LAST = 2**32 - 1
 
 
-def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> list[Tensor] | None:
-    """The places of the k highest scores in each group, best first, ties to the lower place; None: find them in another way.
+class Highest(NamedTuple):
+    """The highest scores of each group."""
 
-    scores: (1, n); codes: (n,) numbers of groups, None if there is one.
+    places: Tensor
+    """(groups, k), best first, ties to the lower place; of a group that has fewer, the last are −1."""
+    counts: list[int]
+    """How many there are of each group."""
+
+
+def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highest | None:
+    """The places of the k highest scores in each group; None: find them in another way.
+
+    scores: (1, n); codes: (n,) numbers of groups (int32), None if there is one.
     """
     loops, n = kernels(), scores.shape[1]
     if loops is None or not _fit(scores, codes) or not 0 < k * groups <= HELD or n > LAST:
         return None
-    held, counts, least = np.zeros((groups, 2 * k), np.uint64), np.empty(groups, np.int64), np.empty(groups, np.float32)
+    threads = torch.get_num_threads()
+    held, counts = np.zeros((threads, groups, 2 * k), np.uint64), np.empty((threads, groups), np.int64)
+    least = np.empty((threads, groups), np.float32)
     rooms = (held.ctypes.data, counts.ctypes.data, least.ctypes.data)
-    loops.highest(n, groups, k, scores.data_ptr(), None if codes is None else codes.data_ptr(), *rooms)
-    places = LAST - (np.sort(held[:, :k], axis=1)[:, ::-1] & LAST).astype(np.int64)
-    return [torch.from_numpy(some[:count]) for some, count in zip(places, counts.tolist(), strict=True)]
+    loops.highest(n, groups, k, scores.data_ptr(), None if codes is None else codes.data_ptr(), *rooms, threads)
+    best, found = held[0, :, :k], counts[0].tolist()
+    best.sort(axis=1)
+    places = LAST - (best[:, ::-1] & LAST).astype(np.int64)
+    for group, count in enumerate(found):
+        if count < k:
+            places[group, count:] = -1
+    return Highest(torch.from_numpy(places), found)
 
 
 def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | None:
@@ -34,9 +52,9 @@ def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | Non
     if loops is None or not _fit(bound, codes) or not _fit(least, None):
         return None
     places = (bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr(), out.data_ptr())
-    loops.reaching(len(out), *places)
+    loops.reaching(len(out), *places, torch.get_num_threads())
     return out
 
 
 def _fit(scores: Tensor, codes: Tensor | None) -> bool:
-    return len(scores) == 1 and is_plain(scores) and (codes is None or is_plain(codes, torch.int64))
+    return len(scores) == 1 and is_plain(scores) and (codes is None or is_plain(codes, torch.int32))

@@ -190,7 +190,7 @@ class Answer(ABC):
     def _all_members(self, groups: Groups | None) -> Members:
         chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
         numbers = torch.arange(sum(chunk.slots for chunk in chunks))
-        return Members(numbers) if groups is None else Members(numbers, groups.of_slots(chunks), len(groups))
+        return Members(numbers) if groups is None else Members(numbers, groups.of_slots(chunks).int(), len(groups))
 
     def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._needs_scan("single slots")

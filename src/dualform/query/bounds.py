@@ -104,10 +104,12 @@ class Seen:
         return places if self._in_order else self._numbers[places]
 
     def products(self, queries: slice, places: Tensor) -> Tensor:
-        """In full, (queries, slots). A vector that several slots share is read once."""
-        numbers, back = self._numbers[places], None
-        if not bool((numbers.diff() > 0).all()):
-            numbers, back = torch.unique(numbers, return_inverse=True)
+        """In full, (queries, slots); places ascend. A vector that several slots share is read once."""
+        numbers, back = places, None
+        if not self._in_order:
+            numbers = self._numbers[places]
+            if not bool((numbers.diff() > 0).all()):
+                numbers, back = torch.unique(numbers, return_inverse=True)
         some = self.queries[queries]
         found = self._picked().dots(some, numbers)
         if found is None:

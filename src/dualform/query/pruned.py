@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from dualform.native.ranked import highest, reaching
+from dualform.native.ranked import Highest, highest, reaching
 from dualform.query.ranking import Best, Way, ranked_by
 
 Places = Tensor | slice
@@ -30,7 +31,7 @@ LOOK, TIMES = 1 << 14, 32
 """The first look is then at so many slots only, the longest, or at this many for each one wanted."""
 ENOUGH = 4096
 """When so many slots have passed, they are looked at."""
-MANY, FINE = 1024, 1 << 14
+MANY, FINE = 1024, 1 << 16
 """If more slots have passed than this, finer bounds decide which of them are read; so many at a time, for one query."""
 DENSE = 0.25
 """If more than this part of the slots passes, bounds do not pay."""
@@ -61,7 +62,7 @@ class Members:
     numbers: Tensor
     """(n,), ascending"""
     codes: Tensor | None = None
-    """(n,): the group of each; None: all are one."""
+    """(n,), int32: the group of each; None: all are one."""
     groups: int = 1
     visits: Tensor | None = None
     """(n,): for how many slots each stands, whose numbers are then 0, 1, 2, …; None: for one."""
@@ -100,53 +101,86 @@ class Wanted:
         """The best of each group, before any was seen."""
         return [Best(queries, self.k, dtype) for _ in range(self.members.groups)]
 
+    def best(self, places: Tensor, scores: Tensor) -> list[Best]:
+        """The best of each group among all that there are to be seen. scores: (queries, n); places ascend."""
+        ranked, numbers = ranked_by(scores, self.way), self.members.numbers[places]
+        found = self._highest(ranked, places, self.k)
+        if found is None:
+            bests = self.nothing(len(scores), scores.dtype)
+            self._add(bests, self.members.grouped(places), ranked, numbers, scores)
+            return bests
+        ordered = [one[found.places] for one in (ranked[0], scores[0], numbers)]
+        return [
+            Best.holding(self.k, *(one[group : group + 1, :count] for one in ordered))
+            for group, count in enumerate(found.counts)
+        ]
+
     def add(self, bests: list[Best], places: Tensor, scores: Tensor) -> None:
         """scores: (queries, n); places ascend, above all that came before."""
-        numbers = self.members.numbers[places]
-        for best, mine in zip(bests, self._foremost(ranked_by(scores, self.way), places, self.k), strict=True):
-            some = scores.index_select(1, mine) if len(bests) > 1 or len(scores) == 1 else scores
-            best.add(ranked_by(some, self.way), numbers[mine], some)
+        ranked = ranked_by(scores, self.way)
+        found = self._highest(ranked, places, self.k)
+        groups = self.members.grouped(places) if found is None else _apart(found)
+        self._add(bests, groups, ranked, self.members.numbers[places], scores)
+
+    def _add(self, bests: list[Best], groups: list[Tensor], ranked: Tensor, numbers: Tensor, scores: Tensor) -> None:
+        for best, mine in zip(bests, groups, strict=True):
+            whole = len(bests) == 1 and len(scores) > 1
+            some = (ranked, scores) if whole else (ranked.index_select(1, mine), scores.index_select(1, mine))
+            best.add(some[0], numbers[mine], some[1])
 
     def least(self, places: Tensor, scores: Tensor) -> Tensor:
         """What a score must reach to be among the best, as far as these scores (queries, n) tell, (queries, groups)."""
         ranked = ranked_by(scores, self.way)
-        foremost = self._foremost(ranked, places, self.k)
-        return torch.stack([self.kth(ranked.index_select(1, mine), places[mine]) for mine in foremost], 1)
-
-    def _foremost(self, ranked: Tensor, places: Places, count: int) -> list[Tensor]:
-        """Which of some slots are the best of each group, best first, if there is one query; else all of each group."""
-        codes = self.members.codes
-        found = highest(ranked, None if codes is None else codes[places], self.members.groups, count)
+        found = self._highest(ranked, places, self.k)
         if found is not None:
-            return found
-        return self.members.by_group if isinstance(places, slice) else self.members.grouped(places)
+            best = ranked[0][found.places].masked_fill_(found.places < 0, -torch.inf)
+            return self.kth(best, places[found.places])[None]
+        least = []
+        for mine in self.members.grouped(places):
+            some, order = ranked.index_select(1, mine).topk(min(self.k, len(mine)), dim=1)
+            least.append(self.kth(some, places[mine][order]))
+        return torch.stack(least, 1)
+
+    def _highest(self, ranked: Tensor, places: Places, count: int) -> Highest | None:
+        """The best of each group among some slots, if there is one query; None: to be found in another way."""
+        codes = self.members.codes
+        return highest(ranked, None if codes is None else codes[places], self.members.groups, count)
 
     def kth(self, ranked: Tensor, places: Tensor) -> Tensor:
-        """The score of the k-th best slot of each query, (queries,). ranked: (queries, n); places: (n,) or (queries, n)."""
-        lowest = ranked.new_full((len(ranked),), -torch.inf)
-        if self.members.visits is None:
-            return ranked.topk(self.k, dim=1).values[:, -1] if ranked.shape[1] >= self.k else lowest
-        ranked, order = ranked.sort(dim=1, descending=True)
-        enough = self.members.visits[places.expand(order.shape).gather(1, order)].cumsum(1) >= self.k
-        return torch.cat([lowest[:, None], ranked.where(enough, -torch.inf)], 1).amax(1)
+        """The score of the k-th best slot in each line, (lines,). ranked: (lines, n), best first; places: (lines, n)."""
+        lowest = ranked.new_full((len(ranked), 1), -torch.inf)
+        visits = self.members.visits
+        if visits is None:
+            return ranked[:, self.k - 1] if ranked.shape[1] >= self.k else lowest[:, 0]
+        before = (visits[places].cumsum(1) < self.k).sum(1, keepdim=True)
+        return torch.cat([ranked, lowest], 1).gather(1, before)[:, 0]
 
     def slots(self, bests: list[Best]) -> list[Best]:
         """From the best members of each group to its best slots."""
         slots_of = self.members.slots_of
         if slots_of is None:
             return bests
-        return spread([self._enough(best) for best in bests], slots_of, self.k)
+        return spread(self._enough(bests), slots_of, self.k)
 
-    def _enough(self, best: Best) -> Best:
+    def _enough(self, bests: list[Best]) -> list[Best]:
         """Those whose slots may be among the k best."""
-        reaching = ~(best.scores < self.kth(best.scores, best.numbers)[:, None])
-        return best.first(int(reaching.sum(1).max()))
+        width = max((best.scores.shape[1] for best in bests), default=0)
+        scores, numbers = (
+            torch.cat([pad(one, (0, width - one.shape[1]), value=fill) for one in every])
+            for every, fill in (([b.scores for b in bests], -torch.inf), ([b.numbers for b in bests], 0))
+        )
+        reaching = ~(scores < self.kth(scores, numbers)[:, None])
+        counts = reaching.sum(1).reshape(len(bests), -1).amax(1).tolist() if len(scores) else [0] * len(bests)
+        return [best.first(count) for best, count in zip(bests, counts, strict=True)]
 
     def looking_best(self, guess: Tensor, places: Places) -> Tensor:
         """Which of some slots to look at first, ascending. guess: (queries, n); places: of these n, or of all slots."""
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
+        chosen = self._highest(guess, places, count)
+        if chosen is not None:
+            return torch.cat(_apart(chosen)).sort().values
         found = [torch.zeros(0, dtype=torch.int64)]
-        for mine in self._foremost(guess, places, count):
+        for mine in self.members.by_group if isinstance(places, slice) else self.members.grouped(places):
             rest = len(mine) - count
             if rest <= 0:
                 found.append(mine)
@@ -167,12 +201,16 @@ class Wanted:
         return ~((beyond.amax(0) if len(beyond) > 1 else beyond[0]) < 0)
 
 
+def _apart(found: Highest) -> list[Tensor]:
+    return [places[:count] for places, count in zip(found.places, found.counts, strict=True)]
+
+
 def best_of(bounds: Bounds, queries: int, wanted: Wanted, dtype: torch.dtype) -> list[Best] | None:
     """For each group, the best slots of each query; None if bounds do not pay."""
     members = wanted.members
     total = len(members.numbers)
     if 0 < queries * total <= AT_ONCE:
-        found = _at_once(bounds, slice(0, queries), wanted, dtype)
+        found = _at_once(bounds, slice(0, queries), wanted)
         return None if found is None else wanted.slots(found)
     looked = min(total, max(LOOK, TIMES * wanted.k * members.groups))
     longest = bounds.lengths.topk(looked).indices.sort().values
@@ -186,8 +224,8 @@ def best_of(bounds: Bounds, queries: int, wanted: Wanted, dtype: torch.dtype) ->
     return [Best.join([piece[group] for piece in pieces], wanted.k, dtype) for group in range(members.groups)]
 
 
-def _at_once(bounds: Bounds, queries: slice, wanted: Wanted, dtype: torch.dtype) -> list[Best] | None:
-    total, count = len(wanted.members.numbers), queries.stop - queries.start
+def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | None:
+    total = len(wanted.members.numbers)
     everything = slice(0, total)
     guess, bound = bounds.bound(queries, everything)
     looked = wanted.looking_best(guess, everything)
@@ -200,10 +238,9 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted, dtype: torch.dtype)
     places = _finer(bounds, queries, torch.from_numpy(np.flatnonzero(passed.numpy())), wanted, least)
     if len(places) + len(looked) > DENSE * total:
         return None
+    scores = torch.cat([known, bounds.exact(queries, places)], 1)
     places, order = torch.cat([looked, places]).sort()
-    bests = wanted.nothing(count, dtype)
-    wanted.add(bests, places, torch.cat([known, bounds.exact(queries, places[order >= len(looked)])], 1)[:, order])
-    return bests
+    return wanted.best(places, scores[:, order])
 
 
 def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:

@@ -45,8 +45,13 @@ class Best:
 
     def replaced(self, scores: Tensor, values: Tensor, numbers: Tensor) -> Best:
         """Another one that holds these."""
-        found = Best(0, self._k, scores.dtype)
-        found.scores, found.values, found.numbers = scores, values, numbers
+        return Best.holding(self._k, scores, values, numbers)
+
+    @classmethod
+    def holding(cls, k: int, scores: Tensor, values: Tensor, numbers: Tensor) -> Best:
+        """One that has seen these, (n, up to k) each, best first."""
+        found = cls.__new__(cls)
+        found._k, found.scores, found.values, found.numbers = k, scores, values, numbers
         return found
 
     def add(self, scores: Tensor, numbers: Tensor, values: Tensor) -> None:

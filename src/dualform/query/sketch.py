@@ -18,7 +18,7 @@ from dualform.native.picked import Picked
 
 DIRECTIONS, FINE = 16, 128
 """So many directions; of a fine sketch, which is for what a first one cannot tell apart."""
-SKETCH_BYTES, COMPACT_BYTES, FINE_BYTES = 96 << 20, 160 << 20, 52 << 20
+SKETCH_BYTES, COMPACT_BYTES, FINE_BYTES = 96 << 20, 160 << 20, 104 << 20
 """A sketch may take so much memory. Vectors that do not fit are kept in bfloat16; very many are seen along fewer directions."""
 MOST = SKETCH_BYTES // 8
 """Of more vectors than this, there is no sketch."""

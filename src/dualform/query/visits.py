@@ -99,7 +99,7 @@ class Shared:
         """(n,): the number of each one's key."""
         self.members = Members(
             torch.arange(len(order)),
-            None if codes is None else torch.from_numpy(codes[first[order]]),
+            None if codes is None else torch.from_numpy(codes[first[order]]).int(),
             groups,
             torch.from_numpy(counts[order]),
             lambda places: _slots_of(slots, starts, places.numpy()),

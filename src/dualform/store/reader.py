@@ -64,11 +64,13 @@ class Store(Sealed):
 
     def _some_rows(self, rows: Ints) -> pl.DataFrame:
         """Rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
+        if "rows" in vars(self):
+            return self.rows[rows]
         counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
         home = np.searchsorted(ends := np.cumsum(counts), rows, side="right")
         needed, which = np.unique(home, return_inverse=True)
         few = len({*needed.tolist(), *self._read_rows}) <= len(counts) // 4
-        if "rows" in vars(self) or counts.sum() <= WHOLE or not few or not len(rows):
+        if counts.sum() <= WHOLE or not few or not len(rows):
             self._read_rows.clear()
             return self.rows[rows]
         for place in needed.tolist():
