@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
-$(READY): pyproject.toml constraints.txt src/dualform/native/kernels.c
+$(READY): pyproject.toml constraints.txt $(wildcard src/dualform/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

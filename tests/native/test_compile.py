@@ -12,11 +12,11 @@ from dualform.native.kernels import kernels
 
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source in a folder of its own, not compiled yet."""
-    source = tmp_path / "kernels.c"
-    source.write_bytes(compiling.SOURCE.read_bytes())
-    monkeypatch.setattr(compiling, "SOURCE", source)
-    return source
+    """The sources in a folder of their own, not compiled yet; gives one of them."""
+    for source in compiling.FOLDER.glob("*.[ch]"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(compiling, "FOLDER", tmp_path)
+    return tmp_path / "replaying.c"
 
 
 def test_without_a_compiler_there_is_none(
@@ -36,16 +36,18 @@ def test_a_source_that_does_not_compile_is_told(copy: Path, capsys: pytest.Captu
     copy.write_text("int slots(")
     assert compiling.compiled() is None
     assert "will be slower" in capsys.readouterr().err
-    assert [path.name for path in copy.parent.iterdir()] == ["kernels.c"]
+    assert {path.suffix for path in copy.parent.iterdir()} == {".c", ".h"}
 
 
-def test_an_older_library_is_never_taken(copy: Path) -> None:
+@pytest.mark.parametrize("name", ["replaying.c", "loops.h"])
+def test_an_older_library_is_never_taken(copy: Path, name: str) -> None:
     if kernels() is None:
         pytest.skip("the loops in C are not compiled")
     first = compiling.compiled()
     assert first is not None
     assert compiling.compiled() == first
-    copy.write_text(copy.read_text() + "\n")
+    changed = copy.with_name(name)
+    changed.write_text(changed.read_text() + "\n")
     assert compiling.library() != first
     second = compiling.compiled()
     assert second == compiling.library()

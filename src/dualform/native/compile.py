@@ -1,4 +1,4 @@
-"""Compiles kernels.c beside itself. Run when dualform is installed; by hand: python -m dualform.native.compile
+"""Compiles the C files beside it into one library. Run when dualform is installed; by hand: python -m dualform.native.compile
 
 Nothing but the standard library: it runs where PyTorch is not installed yet.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
+FOLDER = Path(__file__).parent
 # Never -ffast-math: it changes the processor's treatment of small numbers, for the training as well
 # -fno-math-errno is none of that: a square root need not set errno, so that it can be one of many at a time
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC")
@@ -21,8 +21,9 @@ FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC")
 
 def library() -> Path:
     """Where the library is, once compiled. Named after what it is made of: an older one is never taken for it."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()
-    return SOURCE.with_name(f"kernels-{digest[:12]}.so")
+    made_of = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    digest = hashlib.sha256(b"".join([*made_of, " ".join(FLAGS).encode()])).hexdigest()
+    return FOLDER / f"kernels-{digest[:12]}.so"
 
 
 def compiled() -> Path | None:
@@ -34,7 +35,7 @@ def compiled() -> Path | None:
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+            command = [*compiler.split(), *FLAGS, "-o", str(made), *map(str, sorted(FOLDER.glob("*.c"))), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             made.replace(target)  # at once: another process may be looking for it
     except (OSError, subprocess.SubprocessError) as error:

@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "numbered": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] * 3 + [POINTER] * 2, COUNT),
     "moved": (ctypes.CDLL, [POINTER, COUNT, POINTER, COUNT], None),
 }
-"""What each function in kernels.c takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
+"""What each function in C takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualform.native.kernels import kernels
 
 KINDS = (torch.float32, torch.float16, torch.bfloat16)
-"""What vectors may be stored as; their numbers in kernels.c."""
+"""What vectors may be stored as; their numbers in asking.c."""
 FEW = 4
 """Of more queries, a product of matrices takes less time for each."""
 

@@ -1,0 +1,220 @@
+/* Questions: the scores of one query, and the best of them. */
+#include "loops.h"
+
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
+enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high */
+enum { AHEAD = 2 }; /* so many vectors before it is needed, the processor is told of one */
+
+/* sums += LANES stored numbers × scale × y */
+static inline __attribute__((always_inline)) void add_product(Lanes *sums, const uint16_t *x, float scale, const float *y,
+                                                              int kind) {
+    const Bits bits = __builtin_convertvector(*(const Shorts *)x, Bits), rest = bits & 0x7fffu;
+    const Bits small = (Bits)(__builtin_convertvector((Ints)rest, Lanes) * 0x1p-24f), is_small = (Bits)(rest < 0x400u);
+    const Bits large = (rest << 13) + (112u << 23) + ((Bits)(rest >= 0x7c00u) & 112u << 23);
+    const Bits half = (small & is_small) | (large & ~is_small) | (bits & 0x8000u) << 16;
+    *sums += (Lanes)(kind == FLOAT16 ? half : bits << 16) * scale * *(const Lanes *)y;
+}
+
+static inline __attribute__((always_inline)) float dot_of(const uint16_t *x, float scale, const float *y, int64_t n, int kind) {
+    Lanes sums = {0};
+    uint16_t last_x[LANES] = {0};
+    float last_y[LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) add_product(&sums, x + i, scale, y + i, kind);
+    memcpy(last_x, x + i, sizeof *x * (size_t)(n - i));
+    memcpy(last_y, y + i, sizeof *y * (size_t)(n - i));
+    add_product(&sums, last_x, scale, last_y, kind);
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    return sum;
+}
+
+LOOP float dot_halves(const uint16_t *x, float scale, const float *y, int64_t n) { return dot_of(x, scale, y, n, FLOAT16); }
+LOOP float dot_brains(const uint16_t *x, float scale, const float *y, int64_t n) { return dot_of(x, scale, y, n, BFLOAT16); }
+
+/* Queries (m, d), and n numbers of vectors in t tables, of which each goes on counting where the one before ends.
+
+   ends (t): the number after each table's last; tables (t): where it begins; exponents (t): of its vectors' powers of
+   two, or NULL. Numbers that ascend are found at once. */
+typedef struct {
+    int64_t n, t, d, m, kind;
+    const int64_t *numbers, *ends;
+    const char *const *tables;
+    const int16_t *const *exponents;
+    const float *queries;
+    float *out;
+    int missing;
+} Picked;
+
+static void some_picked(void *what, int64_t low, int64_t high, int part) {
+    Picked *p = what;
+    const int64_t n = p->n, d = p->d, bytes = d * (p->kind == FLOAT32 ? 4 : 2), *numbers = p->numbers, *ends = p->ends;
+    (void)part;
+    for (int64_t i = low, table = 0; i < high; i++) {
+        const int64_t number = numbers[i], soon = i + AHEAD < n ? numbers[i + AHEAD] : number;
+        if (number < 0 || !p->t || number >= ends[p->t - 1]) {
+            p->missing = 1;
+            return;
+        }
+        while (number >= ends[table]) table++;
+        while (table && number < ends[table - 1]) table--;
+        const int64_t row = number - (table ? ends[table - 1] : 0);
+        const char *vector = p->tables[table] + row * bytes;
+        const float scale = p->exponents[table] ? ldexpf(1, p->exponents[table][row]) : 1;
+        /* Mostly in the same table; where not, a hint does no harm */
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(vector + (soon - number) * bytes + byte, 0, 2);
+        for (int64_t q = 0; q < p->m; q++) {
+            const float *query = p->queries + q * d;
+            p->out[q * n + i] = p->kind == FLOAT32   ? dot((const float *)vector, query, d)
+                                : p->kind == FLOAT16 ? dot_halves((const uint16_t *)vector, scale, query, d)
+                                                     : dot_brains((const uint16_t *)vector, scale, query, d);
+        }
+    }
+}
+
+/* out (m, n) = queries · the vectors with these numbers; each is read from where it lies. Gives 0; 1: there is no such number. */
+int picked(int64_t n, int64_t t, int64_t d, int64_t m, int64_t kind, const int64_t *numbers, const int64_t *ends,
+           const char *const *tables, const int16_t *const *exponents, const float *queries, float *out, int64_t threads) {
+    Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, out, 0};
+    in_parts(some_picked, &all, n, n * d < WORTH ? 1 : threads);
+    return all.missing;
+}
+
+/* Scores in their order as whole numbers: NaN is above all, −0 is 0, and of equal scores that of the lower place is higher. */
+static inline uint64_t standing(float score, int64_t place) {
+    uint32_t bits;
+    score += 0.0f;
+    memcpy(&bits, &score, 4);
+    bits = score != score ? UINT32_MAX : bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (UINT32_MAX - (uint32_t)place);
+}
+
+/* Bring the k highest of n numbers to the front, in any order; the lowest of them is then x[k - 1]. */
+static void to_the_front(uint64_t *x, int64_t n, int64_t k) {
+    for (int64_t low = 0, high = n - 1; low < high;) {
+        const uint64_t middle = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > middle) i++;
+            while (x[j] < middle) j--;
+            if (i <= j) {
+                const uint64_t other = x[i];
+                x[i++] = x[j];
+                x[j--] = other;
+            }
+        }
+        if (k - 1 <= j)
+            high = j;
+        else if (k - 1 >= i)
+            low = i;
+        else
+            return;
+    }
+}
+
+typedef struct {
+    int64_t groups, k, stride;
+    const float *scores;
+    const int32_t *codes;
+    uint64_t *held;
+    int64_t *counts;
+    float *least;
+} Highest;
+
+static void keep_highest(uint64_t *mine, int64_t *count, int64_t k) {
+    to_the_front(mine, *count, k);
+    *count = k;
+}
+
+/* Of every stride-th score from low to high. least: what there is no need to look below. */
+static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, int64_t *counts, float *least) {
+    const int64_t k = h->k;
+    for (int64_t i = low; i < high; i += h->stride) {
+        const int64_t group = h->codes ? h->codes[i] : 0;
+        if (h->scores[i] < least[group]) continue;
+        uint64_t *mine = held + group * 2 * k;
+        mine[counts[group]++] = standing(h->scores[i], i);
+        if (counts[group] == 2 * k) {
+            keep_highest(mine, counts + group, k);
+            least[group] = h->scores[UINT32_MAX - (uint32_t)mine[k - 1]];
+        }
+    }
+    for (int64_t group = 0; group < h->groups; group++)
+        if (counts[group] > k) keep_highest(held + group * 2 * k, counts + group, k);
+}
+
+static void some_highest(void *what, int64_t low, int64_t high, int part) {
+    const Highest *h = what;
+    scan(h, low, high, h->held + part * h->groups * 2 * h->k, h->counts + part * h->groups, h->least + part * h->groups);
+}
+
+/* What about twice as many as wanted reach, as far as one score in SAMPLED tells: if enough do, nothing below is of interest. Gives
+   whether there is something to tell. */
+static int guess_least(const Highest *all, int64_t n) {
+    const int64_t wanted = 2 * all->k / SAMPLED;
+    if (wanted < 8) return 0;
+    Highest few = *all;
+    few.k = wanted;
+    few.stride = SAMPLED;
+    for (int64_t group = 0; group < all->groups; group++) all->counts[group] = 0, all->least[group] = -INFINITY;
+    scan(&few, 0, n, all->held, all->counts, all->least);
+    for (int64_t group = 0; group < all->groups; group++) {
+        const uint64_t *mine = all->held + group * 2 * wanted;
+        all->least[group] = all->counts[group] < wanted ? -INFINITY : all->scores[UINT32_MAX - (uint32_t)mine[wanted - 1]];
+    }
+    memset(all->held, 0, sizeof *all->held * (size_t)(all->groups * 2 * wanted));
+    return 1;
+}
+
+/* The k highest of n scores in each group, in any order, as their standing, whose low half is 2³² − 1 − place: in held
+   (groups, 2k), of which the first counts[group] ≤ k are then filled. codes (n): the group of each; NULL: there is one.
+   least (groups): memory to work in. Of all three there are as many as threads. n < 2³². */
+void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const int32_t *codes, uint64_t *held, int64_t *counts,
+             float *least, int64_t threads) {
+    Highest all = {groups, k, 1, scores, codes, held, counts, least};
+    const int64_t parts = n < WORTH ? 1 : threads;
+    for (int guessed = n >= WORTH && guess_least(&all, n);; guessed = 0) {
+        for (int64_t i = 0; i < groups * parts; i++) least[i] = guessed ? least[i % groups] : -INFINITY;
+        memset(counts, 0, sizeof *counts * (size_t)(groups * parts));
+        in_parts(some_highest, &all, n, parts);
+        int enough = 1;
+        for (int64_t group = 0; group < groups; group++) {
+            uint64_t *mine = held + group * 2 * k;
+            for (int64_t part = 1; part < parts; part++) {
+                const int64_t more = counts[part * groups + group];
+                memcpy(mine + counts[group], held + (part * groups + group) * 2 * k, sizeof *held * (size_t)more);
+                counts[group] += more;
+                if (counts[group] > k) keep_highest(mine, counts + group, k);
+            }
+            enough = enough && (counts[group] == k || least[group] == -INFINITY);
+        }
+        if (enough || !guessed) return;
+    }
+}
+
+LOOP void compare(int64_t n, const float *restrict bound, const int32_t *codes, const float *least, char *restrict out) {
+    if (codes)
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < least[codes[i]]);
+    else
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < *least);
+}
+
+typedef struct {
+    const float *bound, *least;
+    const int32_t *codes;
+    char *out;
+} Reaching;
+
+static void some_reaching(void *what, int64_t low, int64_t high, int part) {
+    const Reaching *r = what;
+    (void)part;
+    compare(high - low, r->bound + low, r->codes ? r->codes + low : NULL, r->least, r->out + low);
+}
+
+/* out (n): whether what none of n scores ranks above reaches what its group needs, least (groups). codes (n): as above. */
+void reaching(int64_t n, const float *bound, const int32_t *codes, const float *least, char *out, int64_t threads) {
+    Reaching all = {bound, least, codes, out};
+    in_parts(some_reaching, &all, n, n < WORTH ? 1 : threads);
+}
