@@ -178,7 +178,7 @@ class Wanted:
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
         chosen = self._highest(guess, places, count)
         if chosen is not None:
-            return torch.cat(_apart(chosen)).sort().values
+            return torch.from_numpy(np.sort(torch.cat(_apart(chosen)).numpy()))
         found = [torch.zeros(0, dtype=torch.int64)]
         for mine in self.members.by_group if isinstance(places, slice) else self.members.grouped(places):
             rest = len(mine) - count
@@ -239,8 +239,9 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | Non
     if len(places) + len(looked) > DENSE * total:
         return None
     scores = torch.cat([known, bounds.exact(queries, places)], 1)
-    places, order = torch.cat([looked, places]).sort()
-    return wanted.best(places, scores[:, order])
+    places = torch.cat([looked, places])
+    order = torch.from_numpy(np.argsort(places.numpy()))
+    return wanted.best(places[order], scores[:, order])
 
 
 def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:
