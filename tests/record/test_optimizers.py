@@ -174,7 +174,8 @@ def test_a_parameter_group_added_in_the_middle(tmp_path):
 def test_settings_are_copied_before_the_step_returns():
     lr = torch.tensor(0.25)
     group = {"lr": lr, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-    written = OPTIMIZERS[torch.optim.SGD].settings(group, {})
+    replay = OPTIMIZERS[torch.optim.SGD]
+    written = replay.settings(replay.shared(group), {})
     lr.zero_()
     assert written["lr"] == 0.25
     assert written["fresh"] == 1.0

@@ -204,8 +204,7 @@ class Books:
                 verdict = audit.unaudited(links)
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
-            numbers = shared.get(id(group), {})
-            settings = {**numbers, **replay.own(numbers, state.get(ledger.parameter, {}))} if replay else {}
+            settings = replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
             if unit > ledger.roundoff:
                 settings["autocast"] = unit
             yield _Audited(ledger, gradient, links, verdict, settings)

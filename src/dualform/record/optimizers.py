@@ -1,6 +1,6 @@
 """What is read from an optimizer at each step. Its mathematics is in recursions.py, under the same name.
 
-A new optimizer is one function and one line in OPTIMIZERS here, and one function and one line there.
+A new optimizer is one line in OPTIMIZERS here, with a function of its own if it has unusual numbers, and one function and one line there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class Replay:
     own: Callable[[Numbers, dict[str, Any]], Numbers] = _nothing
     """Of these and a parameter's state before the step → numbers of its own."""
 
-    def settings(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
-        """All numbers of a parameter's update."""
-        shared = self.shared(group)
+    def settings(self, shared: Numbers, state: dict[str, Any]) -> Numbers:
+        """All numbers of a parameter's update, of those that it shares and its state before the step."""
         return {**shared, **self.own(shared, state)}
 
     @property
@@ -59,8 +58,11 @@ def _betas(*names: str) -> Callable[[dict[str, Any]], Numbers]:
     return read
 
 
+_adam = _betas("amsgrad")
+
+
 def _adamw(group: dict[str, Any]) -> Numbers:
-    return {**_betas("amsgrad")(group), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
+    return {**_adam(group), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
 
 
 def _fresh(numbers: Numbers, state: dict[str, Any]) -> Numbers:
@@ -81,7 +83,7 @@ def _nadam(numbers: Numbers, state: dict[str, Any]) -> Numbers:
 OPTIMIZERS: dict[type[Optimizer], Replay] = {
     torch.optim.SGD: Replay("sgd", _numbers("momentum", "dampening", "nesterov"), _fresh),
     torch.optim.AdamW: Replay("adam", _adamw, _count),
-    torch.optim.Adam: Replay("adam", _betas("amsgrad"), _count),
+    torch.optim.Adam: Replay("adam", _adam, _count),
     torch.optim.NAdam: Replay("nadam", _betas("momentum_decay"), _nadam),
     torch.optim.RAdam: Replay("radam", _betas(), _count),
     torch.optim.Adagrad: Replay("adagrad", _numbers("eps", "lr_decay"), _count),
