@@ -134,7 +134,7 @@ def _ratio(after: Seen, expected: Seen, scale: float, roundoff: float) -> tuple[
 def _ratio_of(after: float, both: float, expected: float, scale: float, roundoff: float) -> tuple[float, bool]:
     """The number by which `expected` was multiplied, and whether it stands above the rounding.
 
-    after · after, after · expected, expected · expected.
+    after, both, expected: after · after, after · expected, expected · expected.
     """
     if not math.isfinite(expected) or expected == 0:
         return 1.0, False

@@ -88,7 +88,7 @@ class Slab:
 
     memory: Tensor
     exponents: Tensor | None
-    """… of each of its vectors."""
+    """… and the powers of two of its vectors, (rows,), where they have any."""
     rows: int
     used: int = 0
     out: int = 0
