@@ -50,8 +50,12 @@ def check(path, tensors):
 
 
 def noise(shape, dtype="uint8"):
-    bits = np.random.default_rng(0).integers(0, 2, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
-    return bits.view(dtype).reshape(shape)
+    """Memory that begins shortly after a block: what happens to begin at one would be written from where it is."""
+    bits = np.random.default_rng(0).integers(0, 2, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8).reshape(-1)
+    memory = np.empty(len(bits) + 2 * BLOCK, np.uint8)
+    skip = -memory.ctypes.data % BLOCK + 16
+    memory[skip : skip + len(bits)] = bits
+    return memory[skip : skip + len(bits)].view(dtype).reshape(shape)
 
 
 def is_direct(descriptor):
