@@ -50,7 +50,7 @@ def write(
         stored = encode(keys.roll(number, 1), dtype, pool, "key"), encode(errors, dtype, pool, "error")
         step.blocks.append(Block(0, 0, 0, first, batch, 1, *stored, may_repeat=False))
         for parameter in range(2):
-            gradient = errors.sum(0) if parameter else None
+            gradient = errors.sum(0).numpy() if parameter else None
             step.updates.append(Update(parameter, "sgd", {"lr": 1e-3, **settings}, [1.0], 0.0, gradient))
         writer.put(step, columns)
     writer.snapshot(-(-slots // batch), weights)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dualform.native.kernels import kernels
-from dualform.record.audit import Looked
+from dualform.record.audit import Looked, explain
 from dualform.record.looks import Looks
-from dualform.record.parameters import PARTS, ParameterLedger
+from dualform.record.parameters import PARTS, Link, ParameterLedger
 
 SHAPES = ((100, 300), (7, 33), (1, 5), (40,), (6, 3, 5, 5), (500, 400))
 
@@ -23,7 +23,9 @@ def ledgers(dtype: torch.dtype = torch.float32) -> list[ParameterLedger]:
 
 
 def look_all(made: list[ParameterLedger], tensors: list[torch.Tensor]) -> list[Looked]:
-    return [seen for seen, _ in Looks(made).at(tensors)]
+    looks = Looks(made)
+    looks.before_update(tensors, [None] * len(made), [0.0] * len(made))
+    return [looks.seen(place) for place in range(len(made))]
 
 
 def remembering(made: list[ParameterLedger]) -> Looks:
@@ -45,7 +47,6 @@ def test_they_see_what_each_sees(dtype: torch.dtype) -> None:
         assert seen.shape == alone.shape
         size = float(tensor.norm()) if tensor.numel() else 0.0
         assert np.abs(seen - alone).max(initial=0) <= 8 * torch.finfo(dtype).eps * size
-        assert not np.shares_memory(seen, tensor.numpy())
 
 
 def test_what_is_not_in_rows_is_looked_at_one_by_one() -> None:
@@ -111,12 +112,84 @@ def test_numbers_that_are_none_are_left_to_who_knows() -> None:
 
 
 @pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
-def test_what_is_compared_gives_the_sums_of_what_is_seen() -> None:
+def test_gradients_and_parameters_are_looked_at_in_one_go() -> None:
     made = ledgers()
-    tensors, random = like(made), np.random.default_rng(0)
-    known = [None if place == 2 else random.standard_normal(one.rows * one.columns) for place, one in enumerate(made)]
-    for (seen, dots), other in zip(Looks(made).at(tensors, known), known, strict=True):
-        assert (dots is None) == (other is None)
-        if dots is not None and other is not None:
-            rest = seen - other
-            assert dots == pytest.approx([seen @ seen, seen @ other, other @ other, rest @ rest], rel=1e-12)
+    looks, tensors = remembering(made), like(made)
+    told = []
+    for turn in range(2 * PARTS):
+        if turn == PARTS:
+            made[0].parameter.data[-1] += 10
+        _, same = looks.before_update(tensors, [None] * len(made), [0.0] * len(made))
+        told.append(same)
+        assert same or [one.number for one in made if one.changed()] == [0]
+    assert told.count(False) == 1
+    assert told[:PARTS] == [True] * PARTS
+    for place, (ledger, tensor) in enumerate(zip(made, tensors, strict=True)):
+        assert looks.seen(place) == pytest.approx(ledger.look(tensor), abs=1e-3)
+
+
+def test_what_was_remembered_is_handed_out_to_who_looks_at_each() -> None:
+    made = ledgers()
+    looks = remembering(made)
+    with torch.no_grad():
+        made[0].parameter.mul_(2)
+    looks.remember()
+    looks.hand_out()
+    assert not any(one.changed() for one in made)
+
+
+def test_a_gradient_that_is_not_there_changes_nothing_for_the_others() -> None:
+    made = ledgers()
+    looks, tensors = remembering(made), like(made)
+    links = [Link(None, looks_like.copy(), 1.0, 0) for looks_like in look_all(made, tensors)]
+    some = [None if place == 2 else tensor for place, tensor in enumerate(tensors)]
+    found, _ = looks.before_update(some, links, [one.roundoff for one in made])
+    if kernels() is not None:
+        assert all(one is not None and one.explained for place, one in enumerate(found) if place != 2)
+
+
+random = np.random.default_rng(0)
+G, H = random.standard_normal((2, 20)).astype(np.float32).astype(np.float64)
+TINY, INFINITE, NOTHING = np.full(20, 2.0**-60), np.full(20, np.inf), np.zeros(20)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
+@pytest.mark.parametrize("roundoff", [2.0**-24, 2.0**-53])
+@pytest.mark.parametrize(
+    ("added", "scale", "gradient"),
+    [
+        (G, 20.0, G),
+        (G, 20.0, 0.25 * G),
+        (G, 20.0, -3 * G),
+        (G, 20.0, G + 1e-3 * H),
+        (G, 20.0, H),
+        (G, 20.0, G * (1 + 2.0**-22)),
+        (G, 20.0, 2.0**-40 * G),
+        (G, 20.0, NOTHING),
+        (NOTHING, 0.0, G),
+        (NOTHING, 0.0, NOTHING),
+        (TINY, 1.0, 3 * TINY),
+        (G, np.inf, NOTHING),
+        (G, np.inf, H),
+        (G, np.nan, 0.5 * G),
+        (G, 20.0, INFINITE),
+        (INFINITE, 20.0, G),
+        (G * np.nan, 20.0, G),
+        (G, 20.0, G * np.nan),
+    ],
+)
+def test_verdicts_are_those_of_the_plain_way(added: Looked, scale: float, gradient: Looked, roundoff: float) -> None:
+    """… of a vector, which is seen as it is, and of a weight, seen through an R of one column."""
+    bias = ParameterLedger(0, "bias", nn.Parameter(torch.zeros(20)), 5, vector=True)
+    weight = ParameterLedger(1, "weight", nn.Parameter(torch.zeros(20, 1)), 5, vector=False)
+    links = [Link(None, added, scale, 0), Link(None, added * float(weight.random[0, 0]), scale, 0)]
+    tensors = [torch.tensor(gradient, dtype=torch.float32), torch.tensor(gradient, dtype=torch.float32)[:, None]]
+    looks = Looks([bias, weight])
+    with np.errstate(all="ignore"):
+        found, _ = looks.before_update(tensors, links, [roundoff] * 2)
+        for place, (link, verdict) in enumerate(zip(links, found, strict=True)):
+            assert verdict is not None
+            wanted = explain([link], looks.seen(place), roundoff)
+            assert (verdict.explained, verdict.determined) == (wanted.explained, wanted.determined)
+            assert verdict.factors == pytest.approx(wanted.factors, rel=1e-14, nan_ok=True)
+            assert verdict.residual == pytest.approx(wanted.residual, rel=1e-7, abs=1e-15, nan_ok=True)

@@ -76,7 +76,7 @@ def make_step(number, first_row, rows, positions, dtype="float64"):
                     may_repeat=layer == 0,
                 )
             )
-    gradient = torch.full((2,), float(number), dtype=torch.float64)
+    gradient = np.full(2, float(number))
     step.updates.append(Update(0, "sgd", {"lr": 0.1}, [1.0], 1e-17))
     step.updates.append(Update(1, "sgd", {"lr": 0.1 * number}, [1.0, 0.5], 0.0, gradient))
     return step

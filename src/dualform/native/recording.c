@@ -2,6 +2,7 @@
 #include "loops.h"
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
+enum { SLACK = 64 };                           /* as in record/audit.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
 static inline uint16_t half(float x) {
@@ -147,21 +148,23 @@ void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
         for (int64_t i = 0; i < all.size; i++) sums[i] += sums[part * all.size + i];
 }
 
-/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is.
-   Of its parts of so many rows only the one whose turn it is, if that is one (turn >= 0). */
+/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is;
+   matrix NULL: nothing. Of its parts of so many rows only the one whose turn it is, if that is one (turn >= 0). */
 typedef struct {
     const float *matrix, *random;
     int64_t rows, columns, k;
-    const double *known;
+    int64_t at;          /* where what is seen goes */
+    const double *known; /* what it is to be compared with, or NULL */
     int64_t part, turn;
-    /* Found by looks(): its first row, how many there are, and where what is seen goes */
+    double scale, roundoff; /* of what is known, as an audit.Link has them; roundoff 0: no verdict is wanted */
+    /* Found by looks(): its first row, and how many there are */
     int64_t first, some;
-    double *out;
 } Look;
 
 typedef struct {
     int64_t count;
     const Look *looks;
+    double *out;
 } Looks;
 
 /* How many products a row takes. */
@@ -179,9 +182,10 @@ static void some_rows(void *what, int64_t low, int64_t high, int part) {
     (void)part;
     for (const Look *look = all->looks; look < all->looks + all->count; look++) {
         const float *matrix = look->matrix + look->first * (look->random ? look->columns : 1);
+        double *out = all->out + look->at;
         for (int64_t row = row_at(look, low); row < row_at(look, high); row++)
             for (int64_t column = 0; column < look->k; column++)
-                look->out[row * look->k + column] =
+                out[row * look->k + column] =
                     look->random ? dot(matrix + row * look->columns, look->random + column * look->columns, look->columns)
                                  : matrix[row];
         low -= look->some * cost(look);
@@ -189,6 +193,7 @@ static void some_rows(void *what, int64_t low, int64_t high, int part) {
     }
 }
 
+/* x · x, x · y, y · y and ‖x − y‖². */
 LOOP void compare_sums(int64_t n, const double *restrict x, const double *restrict y, double *sums) {
     enum { WIDE = 8 };
     double own[4][WIDE] = {{0}};
@@ -214,20 +219,57 @@ LOOP void compare_sums(int64_t n, const double *restrict x, const double *restri
     }
 }
 
-/* matrix @ R of each, one after the other in out. sums (count, 4): out · out, out · known, known · known and ‖out − known‖²; zero
-   where nothing is known to compare it with. */
-void looks(int64_t count, Look *looks, double *out, double *sums, int64_t threads) {
+/* How a single backward pass explains a gradient, as audit.explain has it: its factor, the residual, whether what remains is rounding,
+   whether the factor means something. seen, added: the gradient and what the pass has added, through R. */
+static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[4]) {
+    double sums[4], ratio = 1;
+    int determined = 0;
+    compare_sums(n, seen, added, sums);
+    const double square = sums[0], both = sums[1], expected = sums[2], unit = SLACK * roundoff, size = sqrt(expected);
+    double rest = sums[3];
+    if (isfinite(expected) && expected != 0) {
+        if (square == 0) {
+            ratio = 0;
+            determined = 1;
+        } else if (!(size <= unit * scale)) {
+            ratio = both / expected;
+            determined = isfinite(ratio);
+            if (fabs(ratio - 1) <= 16 * roundoff)
+                ratio = 1;
+            else if (fabs(ratio) * size <= unit * scale)
+                ratio = 0;
+        }
+    }
+    if (ratio != 1) {
+        rest = ratio == 0 ? square : 0;
+        for (int64_t i = 0; ratio != 0 && i < n; i++) rest += (seen[i] - ratio * added[i]) * (seen[i] - ratio * added[i]);
+    }
+    const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
+    verdict[0] = ratio;
+    verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
+    verdict[2] = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
+    verdict[3] = isfinite(square) && determined;
+}
+
+/* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
+   ‖x − y‖², for what is seen and what is known. */
+void looks(int64_t count, Look *looks, double *out, double *found, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
-        const int64_t most = look->turn < 0 ? look->rows : look->part, from = look->turn < 0 ? 0 : look->turn * look->part;
-        look->first = from < look->rows ? from : look->rows;
-        look->some = look->rows - look->first < most ? look->rows - look->first : most;
-        look->out = out;
-        out += look->some * look->k;
+        const int64_t rows = look->matrix ? look->rows : 0, from = look->turn < 0 ? 0 : look->turn * look->part;
+        const int64_t most = look->turn < 0 ? rows : look->part;
+        look->first = from < rows ? from : rows;
+        look->some = rows - look->first < most ? rows - look->first : most;
         products += look->some * cost(look);
     }
-    Looks all = {count, looks};
+    Looks all = {count, looks, out};
     in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
-    for (const Look *look = looks; look < looks + count; look++, sums += 4)
-        compare_sums(look->known ? look->some * look->k : 0, look->out, look->known + look->first * look->k, sums);
+    for (const Look *look = looks; look < looks + count; look++, found += 4) {
+        const int64_t n = look->known ? look->some * look->k : 0;
+        const double *seen = out + look->at, *known = look->known ? look->known + look->first * look->k : NULL;
+        if (known && look->roundoff != 0)
+            explain(n, seen, known, look->scale, look->roundoff, found);
+        else
+            compare_sums(n, seen, known, found);
+    }
 }

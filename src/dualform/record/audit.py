@@ -21,9 +21,6 @@ Seen = np.ndarray[Any, np.dtype[np.float64]]
 Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
 """The same in the parameter's own type; may share its memory."""
 
-Dots = Sequence[float]
-"""Of what was seen and what was added: seen · seen, seen · added, added · added, ‖seen − added‖²."""
-
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
 SLACK = 64.0
@@ -69,10 +66,8 @@ def unaudited(links: Sequence[Link]) -> Verdict:
     return Verdict([float(n >= max(gone, default=0)) for n in range(len(links))], math.nan, True, True)
 
 
-def explain(links: Sequence[Link], looked: Looked, roundoff: float, dots: Dots | None = None) -> Verdict:
-    """Find the factor of each backward pass. looked: the gradient at the step, @ R; dots: its sums with what a single pass has added."""
-    if dots is not None and len(links) == 1:
-        return _single(links[0], looked, roundoff, dots)
+def explain(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
+    """Find the factor of each backward pass. looked: the gradient at the step, @ R."""
     seen = looked.astype(np.float64, copy=False)
     verdict = _chain(links, seen, roundoff)
     if not verdict.explained and 1 < len(links) <= seen.size // 2:
@@ -80,16 +75,6 @@ def explain(links: Sequence[Link], looked: Looked, roundoff: float, dots: Dots |
         if free.explained:
             return free
     return verdict
-
-
-def _single(link: Link, seen: Looked, roundoff: float, dots: Dots) -> Verdict:
-    """The ordinary case, a single backward pass whose sums are known."""
-    square, both, expected, rest = dots
-    ratio, determined = _ratio_of(square, both, expected, link.scale, roundoff)
-    if ratio != 1:
-        left = seen - ratio * link.added if ratio else seen
-        rest = float(left @ left)
-    return _judged([ratio], square, rest, _scaled(link.scale, ratio), roundoff, determined)
 
 
 def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
@@ -128,22 +113,16 @@ def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdic
 
 
 def _ratio(after: Seen, expected: Seen, scale: float, roundoff: float) -> tuple[float, bool]:
-    return _ratio_of(float(after @ after), float(after @ expected), float(expected @ expected), scale, roundoff)
-
-
-def _ratio_of(after: float, both: float, expected: float, scale: float, roundoff: float) -> tuple[float, bool]:
-    """The number by which `expected` was multiplied, and whether it stands above the rounding.
-
-    after, both, expected: after · after, after · expected, expected · expected.
-    """
-    if not math.isfinite(expected) or expected == 0:
+    """The number by which `expected` was multiplied, and whether it stands above the rounding."""
+    square = float(expected @ expected)
+    if not math.isfinite(square) or square == 0:
         return 1.0, False
-    if after == 0:
+    if not float(after @ after):
         return 0.0, True
-    size, rounding = math.sqrt(expected), SLACK * roundoff * scale
+    size, rounding = math.sqrt(square), SLACK * roundoff * scale
     if size <= rounding:
         return 1.0, False
-    ratio = both / expected
+    ratio = float(after @ expected) / square
     if abs(ratio - 1) <= 16 * roundoff:
         return 1.0, True
     if abs(ratio) * size <= rounding:
@@ -154,16 +133,10 @@ def _ratio_of(after: float, both: float, expected: float, scale: float, roundoff
 def _verdict(
     factors: list[float], seen: Seen, expected: Seen, scale: float, roundoff: float, determined: bool
 ) -> Verdict:
-    rest = seen - expected
-    return _judged(factors, float(seen @ seen), float(rest @ rest), scale, roundoff, determined)
-
-
-def _judged(
-    factors: list[float], square: float, rest: float, scale: float, roundoff: float, determined: bool
-) -> Verdict:
-    """square, rest: ‖gradient‖², ‖gradient − explanation‖²."""
-    if not math.isfinite(square):  # non-finite gradients are recorded as they are; nothing can be proved about them
+    size = math.sqrt(float(seen @ seen))
+    if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
         return Verdict(factors, math.nan, True, False)
-    size, left = math.sqrt(square), math.sqrt(rest)
+    rest = seen - expected
+    left = math.sqrt(float(rest @ rest))
     explained = left <= SLACK * roundoff * max(scale, size)
     return Verdict(factors, left / size if size else 0.0, explained, determined)

@@ -5,10 +5,11 @@ Everything here happens in an optimizer's hooks, before or after its update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +40,8 @@ class _Audited:
     links: list[Link]
     verdict: audit.Verdict
     settings: dict[str, float]
+    factors: dict[int, float] = field(default_factory=dict)
+    """By backward pass; those that take no part are not in it."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,10 @@ class _Watched:
     entries: list[tuple[ParameterLedger, dict[str, Any]]]
     """With their groups."""
     looks: Looks
+    numbers: list[int]
+    """Of the parameters."""
+    states: list[tuple[ParameterLedger, str, Tensor, int]] = field(default_factory=list)
+    """The optimizer's state after its last step, with PyTorch's count of changes."""
 
 
 class Books:
@@ -61,8 +68,6 @@ class Books:
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
         self._watched: dict[int, _Watched] = {}
-        self._states: dict[int, list[tuple[ParameterLedger, str, Tensor, int]]] = {}
-        """By optimizer: its state after its last step, with PyTorch's count of changes."""
         self._rows_of: dict[int, int] = {}
         self._backward_of: dict[int, int] = {}
         """By backward pass: its number in the open step."""
@@ -90,18 +95,26 @@ class Books:
                 for parameter in group["params"]
                 if id(parameter) in parameters
             ]
-            known = self._watched[number] = _Watched(list(groups), now, found, Looks([ledger for ledger, _ in found]))
+            ledgers = [ledger for ledger, _ in found]
+            watched = _Watched(list(groups), now, found, Looks(ledgers), [ledger.number for ledger in ledgers])
+            if known is not None:
+                known.looks.hand_out()
+                watched.states = known.states
+            known = self._watched[number] = watched
         return known
 
-    def optimizer_state(self, numbers: Iterable[int] | None = None) -> list[tuple[ParameterLedger, str, Tensor]]:
-        """The state tensors of some optimizers (default: all) that belong to the initial part."""
+    def optimizer_state(self) -> list[tuple[ParameterLedger, str, Tensor]]:
+        """The state tensors of all optimizers that belong to the initial part."""
+        return [one for number in range(len(self._optimizers)) for one in self._state_of(number, self._watch(number))]
+
+    def _state_of(self, number: int, watched: _Watched) -> list[tuple[ParameterLedger, str, Tensor]]:
+        replay, states = self._replays[number], self._optimizers[number].state
+        names = () if replay is None else replay.state
         return [
             (ledger, name, value)
-            for number in (range(len(self._optimizers)) if numbers is None else numbers)
-            if (replay := self._replays[number]) is not None
-            for ledger, _ in self._watch(number).entries
-            if (state := self._optimizers[number].state.get(ledger.parameter))
-            for name in replay.state
+            for ledger in watched.looks.ledgers
+            if names and (state := states.get(ledger.parameter))
+            for name in names
             if isinstance(value := state.get(name), Tensor)
         ]
 
@@ -115,22 +128,25 @@ class Books:
 
     # Between steps
 
-    def changes(self) -> dict[str, tuple[ParameterLedger, str]]:
-        """What changed since the last update though no optimizer did it: by parameter, and how."""
+    def changes(self, looked: Mapping[int, bool] = MappingProxyType({})) -> dict[str, tuple[ParameterLedger, str]]:
+        """What changed since the last update though no optimizer did it: by parameter, and how.
+
+        looked: of some optimizers, whether their parameters have been looked at and are the same.
+        """
         found: dict[str, tuple[ParameterLedger, str]] = {}
         for number, optimizer in enumerate(self._optimizers):
-            looks = self._watch(number).looks
-            if not looks.unchanged():
-                found |= {ledger.name: (ledger, EDITED) for ledger in looks.ledgers if ledger.changed()}
-            for ledger, name, known, version in self._states.get(number, ()):
+            watched = self._watched[number] if number in looked else self._watch(number)
+            if not (looked[number] if number in looked else watched.looks.unchanged()):
+                found |= {ledger.name: (ledger, EDITED) for ledger in watched.looks.ledgers if ledger.changed()}
+            for ledger, name, known, version in watched.states:
                 value = optimizer.state.get(ledger.parameter, {}).get(name)
                 if value is not None and (value is not known or value._version != version):
                     found.setdefault(ledger.name, (ledger, REPLACED))
         return found
 
-    def settle_changes(self, step: records.Step) -> None:
+    def _settle_changes(self, step: records.Step, looked: Mapping[int, bool]) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
-        for name, (ledger, how) in self.changes().items():
+        for name, (ledger, how) in self.changes(looked).items():
             self._complain(step, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before such "
                            f"a change and begin a new one after it")  # fmt: skip
         if step.marks:
@@ -139,85 +155,81 @@ class Books:
     def remember(self, numbers: Collection[int], step: records.Step | None) -> None:
         """Remember what parameters and optimizer state look like after an update."""
         for number in numbers:
-            looks = self._watch(number).looks
-            looks.remember()
+            watched = self._watch(number)
+            looks, seen = watched.looks, watched.looks.remember()
             if step is not None:
-                step.after.update({ledger.number: ledger.fingerprint_later() for ledger in looks.ledgers})
-            self._states[number] = [(*one, one[2]._version) for one in self.optimizer_state([number])]
+                step.after.append(records.After(watched.numbers, looks.mixed, seen, looks.owners))
+            watched.states = [(*one, one[2]._version) for one in self._state_of(number, watched)]
 
     # A step
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        replay = self._replays[number]
+        replay, optimizer = self._replays[number], self._optimizers[number]
         # A loss scaler may leave the division to a fused optimizer
-        unscaled = 1 / float(getattr(self._optimizers[number], "grad_scale", None) or 1.0)
-        audited = list(self._audit(number, step))
-        common = _common_factor([entry.verdict for entry in audited])
-        factors: list[dict[int, float]] = []
-        used: set[int] = set()
-        for entry in audited:
-            scale = 1.0 if entry.verdict.determined else common
-            pairs = zip(entry.links, entry.verdict.factors, strict=True)
-            by_task = {link.task: factor * scale * unscaled for link, factor in pairs if factor != 0}
+        unscaled = 1 / float(getattr(optimizer, "grad_scale", None) or 1.0)
+        audited = self._audit(number, step)
+        common = _common_factor(audited)
+        elementwise = replay is not None and KINDS[replay.kind].elementwise
+        for one in audited:
+            verdict, keeps_gradient = one.verdict, self._keeps_gradient(one.ledger)
             # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
             # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
-            rounding = not entry.verdict.determined and not entry.ledger.is_matrix and self._keep != "keys"
-            factors.append({} if rounding and replay is not None and KINDS[replay.kind].elementwise else by_task)
-            used.add(entry.ledger.number)
-        self._store_slots(used, {e.ledger.number: set(f) for e, f in zip(audited, factors, strict=True)}, step)
-        kind = replay.kind if replay else type(self._optimizers[number]).__name__
-        for entry, by_task in zip(audited, factors, strict=True):
-            is_small = not entry.ledger.is_matrix and self._keep != "keys"
-            listed = [0.0] * (1 + max((self._backward_of[task] for task in by_task), default=-1))
-            for task, factor in by_task.items():
+            if verdict.determined or not (elementwise and keeps_gradient):
+                times = unscaled if verdict.determined else common * unscaled
+                pairs = zip(one.links, verdict.factors, strict=True)
+                one.factors = {link.task: factor * times for link, factor in pairs if factor != 0}
+        self._store_slots({one.ledger.number: one.factors for one in audited}, step)
+        kind = replay.kind if replay else type(optimizer).__name__
+        for one in audited:
+            listed = [0.0] * (1 + max([self._backward_of[task] for task in one.factors], default=-1))
+            for task, factor in one.factors.items():
                 listed[self._backward_of[task]] = factor
-            entry.ledger.links.clear()
+            one.ledger.links.clear()
+            kept = _copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None
             step.updates.append(
-                records.Update(
-                    entry.ledger.number,
-                    kind,
-                    entry.settings,
-                    listed,
-                    entry.verdict.residual,
-                    _copied(entry.gradient, unscaled) if is_small else None,
-                )
+                records.Update(one.ledger.number, kind, one.settings, listed, one.verdict.residual, kept)
             )
 
-    def _audit(self, number: int, step: records.Step) -> Iterator[_Audited]:
-        replay, state, watched = self._replays[number], self._optimizers[number].state, self._watch(number)
-        entries = [
-            (ledger, group, gradient, [link for link in ledger.links if link.counted])
-            for ledger, group in watched.entries
-            if (gradient := ledger.parameter.grad) is not None
-        ]
-        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
-        looks = watched.looks if len(entries) == len(watched.entries) else Looks([entry[0] for entry in entries])
-        looked = looks.at(
-            [entry[2] for entry in entries], [links[0].added if len(links) == 1 else None for *_, links in entries]
-        )
-        for (ledger, group, gradient, links), (seen, dots) in zip(entries, looked, strict=True):
-            unit = max([ledger.roundoff, *(link.roundoff for link in links)])
-            if all(link.audited for link in links):
-                verdict = audit.explain(links, seen, unit, dots)
-            else:
-                verdict = audit.unaudited(links)
-            if not verdict.explained:
-                self._unexplained(step, ledger, verdict, links)
-            settings = replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
-            if unit > ledger.roundoff:
-                settings["autocast"] = unit
-            yield _Audited(ledger, gradient, links, verdict, settings)
+    def _keeps_gradient(self, ledger: ParameterLedger) -> bool:
+        return not ledger.is_matrix and self._keep != "keys"
 
-    def _store_slots(self, parameters: set[int], tasks: dict[int, set[int]], step: records.Step) -> None:
+    def _audit(self, number: int, step: records.Step) -> list[_Audited]:
+        """Look at gradients and parameters: do the slots explain the gradients, and has nothing else changed the parameters?"""
+        replay, state, watched = self._replays[number], self._optimizers[number].state, self._watch(number)
+        looks, found = watched.looks, list[_Audited]()
+        gradients = [parameter.grad for parameter in looks.parameters]
+        links = [[link for link in ledger.links if link.counted] for ledger in looks.ledgers]
+        # To be judged at once: what a single backward pass has made, in the parameter's own type
+        only = [some[0] if len(some) == 1 and some[0].audited and not some[0].roundoff else None for some in links]
+        verdicts, same = looks.before_update(gradients, only, [ledger.roundoff for ledger in looks.ledgers])
+        self._settle_changes(step, {number: same})
+        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
+        for place, (ledger, group) in enumerate(watched.entries):
+            gradient, some, verdict = gradients[place], links[place], verdicts[place]
+            if gradient is None:
+                continue
+            settings = replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
+            if verdict is None:
+                unit = max([ledger.roundoff, *[link.roundoff for link in some]])
+                if unit > ledger.roundoff:
+                    settings["autocast"] = unit
+                audited = all(link.audited for link in some)
+                verdict = audit.explain(some, looks.seen(place), unit) if audited else audit.unaudited(some)
+            if not verdict.explained:
+                self._unexplained(step, ledger, verdict, some)
+            found.append(_Audited(ledger, gradient, some, verdict, settings))
+        return found
+
+    def _store_slots(self, tasks: Mapping[int, Iterable[int]], step: records.Step) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; forget the others."""
         for module in self._ledger.modules:
-            if not any(p.number in parameters for p in module.parameters):
+            if not any(p.number in tasks for p in module.parameters):
                 continue
             for layer in module.layers:
-                mine = [p.number for _, p in layer.uses if p.number in parameters]
+                mine = [tasks[p.number] for _, p in layer.uses if p.number in tasks]
                 wanted: set[int] = set()
-                wanted.update(*[tasks[number] for number in mine])
+                wanted.update(*mine)
                 for task in sorted(wanted - layer.stored):
                     self._store(layer, task, step)
                 if mine:
@@ -290,12 +302,15 @@ class Books:
             step.marks.setdefault(layer, what)
 
 
-def _copied(gradient: Tensor, times: float) -> Tensor:
-    own = gradient.detach().clone() if times == 1 else gradient.detach() * times
-    return own.cpu()
+def _copied(gradient: Tensor, times: float) -> records.Array:
+    own: records.Array = gradient.detach().cpu().numpy()
+    return own.copy() if times == 1 else own * times
 
 
-def _common_factor(verdicts: list[audit.Verdict]) -> float:
+def _common_factor(audited: list[_Audited]) -> float:
     """For gradients that are rounding noise, the factor of the others: clipping scales them all alike."""
+    verdicts = [one.verdict for one in audited]
+    if all(verdict.determined for verdict in verdicts):
+        return 1.0  # nobody asks
     known = [verdict.factors[-1] for verdict in verdicts if verdict.determined and verdict.factors]
     return sorted(known)[(len(known) - 1) // 2] if known else 1.0

@@ -203,8 +203,11 @@ class LayerLedger:
 
     def forget(self, tasks: set[int] | None = None) -> None:
         """Forget the slots of some backward passes (default: all)."""
-        gone = set(self.calls) | set(self.problems) if tasks is None else tasks
-        for task in gone:
+        if tasks is None:
+            self.calls.clear()
+            self.problems.clear()
+            return
+        for task in tasks:
             self.calls.pop(task, None)
             self.problems.pop(task, None)
 

@@ -1,4 +1,4 @@
-"""Looks at many parameters at once: in one compiled loop where all are plain, else one after the other."""
+"""Looks at an optimizer's parameters and their gradients: in one compiled loop where all of them are plain, else at each by itself."""
 
 from __future__ import annotations
 
@@ -10,105 +10,152 @@ import torch
 from torch import Tensor
 
 from dualform.native.kernels import is_plain, kernels
-from dualform.record.audit import Dots, Looked, Seen
-from dualform.record.parameters import ParameterLedger, mark_of
+from dualform.record.audit import Looked, Seen, Verdict
+from dualform.record.parameters import Link, ParameterLedger, mark_of
 
-TENSOR, ROWS, K, KNOWN, TURN = 0, 2, 4, 5, 7
-"""Some of the numbers that the loop is told of each."""
-
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+TENSOR, KNOWN, TURN, SCALE, ROUNDOFF, FIELDS = 0, 6, 8, 9, 10, 13
+"""Some of the numbers that the loop is told of a tensor, and how many there are."""
 
 
 class Looks:
     """Looks at some parameters, step after step: what stays the same is written down once."""
 
     def __init__(self, ledgers: Sequence[ParameterLedger]):
-        self.ledgers = list(ledgers)
+        self.ledgers, self.parameters = list(ledgers), [one.parameter for one in ledgers]
         self._loops: Any = kernels() if all(one.in_columns for one in ledgers) else None
-        told = [
-            (
-                0,
-                one.random.data_ptr() if one.is_matrix else 0,
-                one.rows,
-                one.random.shape[0],
-                one.columns,
-                0,
-                one.part,
-                -1,
-                0,
-                0,
-                0,
-            )
-            for one in ledgers
-        ]
-        self._told, self._sums = np.array(told, np.int64).reshape(-1, 11), np.zeros((len(told), 4))
-        self._addresses = _address(self._told), _address(self._sums)
-        sizes = self._told[:, ROWS] * self._told[:, K]
-        ends = np.cumsum(sizes)
-        self._starts, self._size = ends - sizes, int(sizes.sum())
+        sizes = np.array([one.rows * one.columns for one in ledgers], np.int64)
+        ends, self._size, count = np.cumsum(sizes), int(sizes.sum()), len(self.ledgers)
+        starts = ends - sizes
         self._places = [slice(end - size, end) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
-        self._parameters = [one.parameter for one in ledgers]
-        self._remembered: tuple[list[tuple[int, int]], Seen, Ints] | None = None
-        """The parameters' marks after their last update, what they looked like, and where that is in memory."""
+        self.mixed = np.concatenate([np.empty(0), *[one.mixed for one in ledgers]])
+        self.owners = np.repeat(np.arange(count), sizes)
+        """Of what is seen of all parameters, one after the other: whose it is."""
+        told = np.array([_told(one, start) for one, start in zip(ledgers, starts, strict=True)], np.int64)
+        told = told.reshape(count, FIELDS)
+        # Before an update: the gradients, and parts of the parameters, which are compared with what they were
+        self._before, self._after = np.concatenate([told, told]), told
+        self._gradients, self._parts = self._before[:count], self._before[count:]
+        self._parts[:, 5] += self._size
+        self._bounds = self._gradients.view(np.float64)
+        self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, 4))
+        self._offsets = 8 * starts
+        self._before_at, self._parts_at, self._after_at = map(address, (self._before, self._parts, self._after))
+        self._seen_at, self._found_at = address(self._seen), address(self._found)
+        self._turn = np.array([one.next_turn for one in ledgers], np.int64)
+        self._turns = np.array([one.turns for one in ledgers], np.int64)
+        self._looked: list[Looked | None] | None = None
+        self._remembered: tuple[list[tuple[int, int]], Seen] | None = None
+        """The parameters' marks after their last update, and what they looked like; None: their ledgers know."""
 
-    def at(self, tensors: Sequence[Tensor], known: Sequence[Seen | None] = ()) -> list[tuple[Looked, Dots | None]]:
-        """Tensors like the parameters, each as the audit sees it; shares no memory with them.
+    def before_update(
+        self, gradients: Sequence[Tensor | None], links: Sequence[Link | None], units: Sequence[float]
+    ) -> tuple[list[Verdict | None], bool]:
+        """Look at the gradients, and at a part of the parameters.
 
-        known: what some of them are to be compared with.
+        links: the backward pass that made a gradient, if it was a single one; units: its roundoff. Gives the verdicts on these, as far
+        as they were found (else see `seen`), and whether nothing has changed the parameters, for sure.
         """
-        seen = self._all_at(tensors, [0 if one is None else _address(one) for one in known] or 0)
-        if seen is None:
-            looked = [one.look(tensor) for one, tensor in zip(self.ledgers, tensors, strict=True)]
-            return [
-                (one if ledger.is_matrix else one.copy(), None)
-                for ledger, one in zip(self.ledgers, looked, strict=True)
-            ]
-        parts = [seen[place] for place in self._places]
-        if not known:
-            return [(part, None) for part in parts]
-        dots = self._sums.tolist()
-        return [(part, None if one is None else sums) for part, one, sums in zip(parts, known, dots, strict=True)]
+        where = _places(gradients) if self._loops is not None else None
+        if where is None:
+            pairs = zip(self.ledgers, gradients, strict=True)
+            self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
+            return [None] * len(self.ledgers), self.unchanged()
+        told, self._looked = self._gradients, None
+        told[:, TENSOR] = where
+        told[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
+        self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
+        self._bounds[:, ROUNDOFF] = units
+        may_be_same = self._parts_told()
+        count = len(where)
+        self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
+        found = [
+            None if link is None else Verdict([ratio], residual, bool(explained), bool(determined))
+            for link, (ratio, residual, explained, determined) in zip(links, self._found.tolist(), strict=False)
+        ]
+        return found, may_be_same and self._same(count)
 
-    def remember(self) -> None:
-        """The parameters have just been updated."""
-        seen = self._all_at(self._parameters, 0)
-        if seen is None:
+    def seen(self, place: int) -> Looked:
+        """What the gradient at this place looked like before the update."""
+        looked = self._seen[self._places[place]] if self._looked is None else self._looked[place]
+        assert looked is not None
+        return looked
+
+    def remember(self) -> Seen:
+        """The parameters have just been updated. Gives what is seen of all of them, one after the other."""
+        where = _places(self.parameters) if self._loops is not None else None
+        if where is None:
             self._remembered = None
             for ledger in self.ledgers:
                 ledger.remember()
-            return
-        self._remembered = list(map(mark_of, self._parameters)), seen, _address(seen) + 8 * self._starts
-        for ledger, place in zip(self.ledgers, self._places, strict=True):
-            ledger.remember(seen=seen[place])
+            return np.concatenate([np.empty(0), *[ledger.seen for ledger in self.ledgers]])
+        seen = np.empty(self._size)
+        at = address(seen)
+        self._after[:, TENSOR] = where
+        self._run(len(where), self._after_at, at)
+        self._remembered = [mark_of(one) for one in self.parameters], seen
+        self._parts[:, KNOWN] = at + self._offsets
+        return seen
 
     def unchanged(self) -> bool:
         """Whether nothing has changed, for sure. Else each is to be asked itself: it may be rounding, or there and back."""
+        if not self._parts_told():
+            return False
+        self._run(len(self._parts), self._parts_at, self._seen_at)
+        return self._same(0)
+
+    def hand_out(self) -> None:
+        """Let each ledger know what was remembered."""
+        if self._remembered is not None:
+            marks, seen = self._remembered
+            for ledger, place, mark, turn in zip(self.ledgers, self._places, marks, self._turn.tolist(), strict=True):
+                ledger.remembered(seen[place], mark, turn)
+
+    def _parts_told(self) -> bool:
+        """Tell the loop of those parts of the parameters whose turn it is, if they may be what they were."""
         if self._remembered is None:
             return False
-        marks, _, known = self._remembered
-        if list(map(mark_of, self._parameters)) != marks:
-            return False
-        self._run([at for _, at in marks], known, [one.next_turn for one in self.ledgers])
-        if any(rest != 0 for *_, rest in self._sums.tolist()):
-            return False
-        for ledger in self.ledgers:
-            ledger.turn()
+        marks = self._remembered[0]
+        if [mark_of(one) for one in self.parameters] != marks:
+            return self._ask_each()
+        self._parts[:, TENSOR] = [at for _, at in marks]
+        self._parts[:, TURN] = self._turn
         return True
 
-    def _all_at(self, tensors: Sequence[Tensor], known: Any) -> Seen | None:
-        """What is seen of all of them, one after the other; None: not all are plain."""
-        if self._loops is None or not all(map(is_plain, tensors)):
+    def _same(self, first: int) -> bool:
+        """Whether the parts that were just compared are what they were. first: what was found of them."""
+        if self._found[first : first + len(self.ledgers), 3].any():
+            return self._ask_each()
+        self._turn = (self._turn + 1) % self._turns
+        return True
+
+    def _ask_each(self) -> bool:
+        self.hand_out()
+        self._turn = (self._turn + 1) % self._turns
+        return False
+
+    def _run(self, count: int, told: int, out: int) -> None:
+        self._loops.looks(count, told, out, self._found_at, torch.get_num_threads())
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Where an array begins in memory."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+def _told(one: ParameterLedger, at: int) -> list[int]:
+    random = one.random.data_ptr() if one.is_matrix else 0
+    return [0, random, one.rows, one.random.shape[0], one.columns, at, 0, one.part, -1, 0, 0, 0, 0]
+
+
+def _places(tensors: Sequence[Tensor | None]) -> list[int] | None:
+    """Where each begins in memory (0: it is not there); None: not all of them are plain."""
+    found = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(0)
+        elif is_plain(tensor):
+            found.append(tensor.data_ptr())
+        else:
             return None
-        return self._run([tensor.data_ptr() for tensor in tensors], known)
-
-    def _run(self, where: list[int], known: Any, turns: list[int] | int = -1) -> Seen:
-        told, seen, (told_at, sums_at) = self._told, np.empty(self._size), self._addresses
-        told[:, TENSOR], told[:, KNOWN], told[:, TURN] = where, known, turns
-        self._loops.looks(len(where), told_at, _address(seen), sums_at, torch.get_num_threads())
-        return seen
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return found

@@ -34,16 +34,21 @@ class Link(audit.Link):
     """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
+    at: int = 0
+    """Where `added` begins in memory, if that is known."""
 
-    def add(self, added: audit.Looked, scale: float) -> None:
-        """Some slots say that this was added, with a bound on the sum of its absolute terms."""
-        self.added = self.added + added if self.added.flags.writeable else added.astype(np.float64, copy=False)
+    def add(self, added: audit.Seen, scale: float, at: int = 0) -> None:
+        """Some slots say that this was added, with a bound on the sum of its absolute terms; at: where it begins in memory."""
+        if self.added.flags.writeable:
+            self.added, self.at = self.added + added, 0
+        else:
+            self.added, self.at = added, at
         self.scale += scale
 
     def room(self) -> audit.Seen:
         """`added`, to be added to in place."""
         if not self.added.flags.writeable:
-            self.added = self.added.copy()
+            self.added, self.at = self.added.copy(), 0
         return self.added
 
 
@@ -97,8 +102,6 @@ class ParameterLedger:
         self.turns = max(1, -(-rows // self.part)) if self.is_matrix else PARTS
         self.next_turn %= self.turns
         self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
-        self._whole, self._parts = parameter.detach(), list[Tensor]()
-        self._mark = (-1, -1)
         self.remember()
 
     def look(self, tensor: Tensor) -> audit.Looked:
@@ -124,54 +127,39 @@ class ParameterLedger:
 
     # Watching it between steps
 
-    def remember(self, value: Tensor | None = None, seen: audit.Looked | None = None) -> None:
-        """It has just been updated. value: what it is, if not the parameter's own value; seen: the same, looked at already."""
-        parameter = self.parameter
-        mark = mark_of(parameter)
-        if (
-            mark[1] != self._mark[1]
-        ):  # views of it are made once: to make one takes as long as a look at a small parameter
-            self._whole = parameter.detach()
-            if self.is_matrix:
-                self._parts = list(torch.split(self._whole.reshape(self.rows, -1), self.part))
-        self._mark = mark
-        if seen is None:
-            now = self.look(self._whole if value is None else value)
-            seen = now if self.is_matrix else now.copy()
-        self._seen = seen
+    def remember(self, value: Tensor | None = None) -> None:
+        """It has just been updated. value: what it is, if not the parameter's own value."""
+        now = self.look(self.parameter if value is None else value)
+        self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
+
+    def remembered(self, seen: audit.Looked, mark: tuple[int, int], turn: int) -> None:
+        """What it looked like after its last update. turn: the part that is to be compared next."""
+        self.seen, self._mark, self.next_turn = seen, mark, turn
 
     @property
     def fingerprint(self) -> float:
         """One number that tells what was remembered: r · (W R)."""
-        return float(self.mixed @ self._seen)
-
-    def fingerprint_later(self) -> tuple[audit.Seen, audit.Looked]:
-        """The same, to be computed by who writes it down."""
-        return self.mixed, self._seen
+        return float(self.mixed @ self.seen)
 
     @property
     def size(self) -> float:
         """About how large the fingerprint can be: the norm of what was remembered."""
-        return norm_of(self._seen.astype(np.float64))
-
-    def turn(self) -> None:
-        """The next part has been looked at."""
-        self.next_turn = (self.next_turn + 1) % self.turns
+        return norm_of(self.seen.astype(np.float64))
 
     def _next_part(self) -> tuple[audit.Looked, Tensor] | None:
         """What it was, and what is to be compared with that before the next step; None: nothing."""
-        known, turn = self._seen, self.next_turn
+        known, turn = self.seen, self.next_turn
         if self._mark != mark_of(self.parameter):
             return known, self.parameter
         if not self.is_matrix:
             return None if turn else (known, self.parameter)
-        low = turn * self.part * self.columns
-        return known[low : low + self.part * self.columns], self._parts[turn]
+        low, high = turn * self.part, (turn + 1) * self.part
+        return known[low * self.columns : high * self.columns], self.parameter.detach().reshape(self.rows, -1)[low:high]
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
         compared, parameter = self._next_part(), self.parameter
-        self.turn()
+        self.next_turn = (self.next_turn + 1) % self.turns
         if compared is None:
             return False
         known, now = compared
@@ -179,7 +167,7 @@ class ParameterLedger:
         if (found == known).all():
             return False
         with np.errstate(all="ignore"):
-            size = float(self._seen @ self._seen)
+            size = float(self.seen @ self.seen)
             if not math.isfinite(size):
                 # It has diverged; its sums overflow now so, now so. What is seen is its coming back
                 whole = self.look(parameter)

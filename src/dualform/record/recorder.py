@@ -282,7 +282,6 @@ class Recorder:
         if self._open is None:
             self._books.begin_step()
         with np.errstate(all="ignore"):  # what has diverged may overflow when it is looked at
-            self._books.settle_changes(step)
             self._books.update(number, step)
         if self._open is None:
             self._open, self._stepped = step, set()

@@ -168,7 +168,7 @@ class OnlineTotals:
             np.array([n for n, _ in mine], dtype=np.int64),
             {key: np.array([u.settings[key] for _, u in mine]) for key in sorted(always)},
             factors,
-            torch.stack(gradients) if gradients else None,
+            torch.from_numpy(np.stack(gradients)) if gradients else None,
         )
 
 

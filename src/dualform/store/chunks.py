@@ -34,7 +34,7 @@ def slot_tensors(
     for step in steps:
         for update in step.updates:
             if update.gradient is not None:
-                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient.numpy()[None])
+                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient[None])
     return {**tensors, **gradients}, tuple(slots)
 
 

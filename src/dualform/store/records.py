@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from dualform.store.encoding import Encoded, Pool
 
+Array = np.ndarray[Any, Any]
 ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
 
 
@@ -58,8 +58,26 @@ class Update:
     """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
     residual: float
     """The part of the gradient that the slots do not explain, relative."""
-    gradient: Tensor | None = None
+    gradient: Array | None = None
     """The gradient itself, kept for biases."""
+
+
+@dataclass(slots=True)
+class After:
+    """What the weights of some parameters look like after their update: of each one number is written down, r · (W R)."""
+
+    parameters: list[int]
+    mixed: Array
+    """r of each, one after the other."""
+    seen: Array
+    """W R."""
+    owners: Array
+    """The place in `parameters` of each."""
+
+    def told(self) -> dict[int, float]:
+        """The number of each parameter."""
+        sums = np.bincount(self.owners, self.mixed * self.seen, len(self.parameters))
+        return dict(zip(self.parameters, sums.tolist(), strict=True))
 
 
 @dataclass
@@ -71,8 +89,7 @@ class Step:
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     log: dict[str, float] = field(default_factory=dict)
-    after: dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=dict)
-    """By parameter: r and W R, whose product tells the weights after the update; it is made by who writes it down."""
+    after: list[After] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 

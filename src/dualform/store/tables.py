@@ -87,9 +87,12 @@ def _lists(lists: Sequence[Sequence[float]]) -> pl.Series:
 
 
 def _after(steps: Sequence[Step]) -> list[float | None]:
+    found: list[float | None] = []
     with np.errstate(all="ignore"):  # what has diverged is written down all the same
-        found = [step.after.get(update.parameter) for step in steps for update in step.updates]
-        return [None if one is None else float(one[0] @ one[1]) for one in found]
+        for step in steps:
+            told = {number: value for after in step.after for number, value in after.told().items()}
+            found += [told.get(update.parameter) for update in step.updates]
+    return found
 
 
 def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
