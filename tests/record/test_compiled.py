@@ -1,14 +1,16 @@
 """One compiled loop against the plain way: encode_all, and products in float64."""
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.native.kernels import kernels
-from dualform.record.compiled import Slots, Taken, take_all
+from dualform.record.compiled import Slots, Taking, take_all
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -26,13 +28,20 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
 
 
 def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error") -> Slots:
-    return Slots(keys, errors, random.data_ptr(), random.shape[1], "key", kept)
+    return Slots(keys, errors, Taking(random.data_ptr(), random.shape[1], "key", kept))
 
 
-def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16") -> Taken:
-    (found,) = take_all([slots(keys, errors, random)], dtype, Pool())
-    assert found is not None
+def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: str | None = "error") -> Slots:
+    found = slots(keys, errors, random, kept)
+    take_all([found], dtype, Pool())
+    assert found.taken
+    assert found.key_copy is not None
     return found
+
+
+def at(address: int, shape: tuple[int, ...]) -> Any:
+    """What is in memory there."""
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_double)), shape)
 
 
 @settings(deadline=None)
@@ -50,7 +59,7 @@ def test_it_stores_and_adds_what_the_plain_way_does(
     keys, errors, random = drawn(count, d_in, d_out, k, seed, spread)
     found = taken(keys, errors, random)
     plain = encode_all([Wanted(keys, as_they_are=True), Wanted(errors)], "float16")
-    for mine, theirs, vectors in zip((found.keys, found.errors), plain, (keys, errors), strict=True):
+    for mine, theirs, vectors in zip((found.key_copy, found.error_copy), plain, (keys, errors), strict=True):
         assert mine is not None
         assert mine.exponents is not None
         assert theirs.exponents is not None
@@ -64,6 +73,7 @@ def test_it_stores_and_adds_what_the_plain_way_does(
     projected = keys @ random
     wanted = torch.cat([projected, keys.new_ones(count, 1)], 1).T @ errors
     bound = torch.cat([keys.abs() @ random.abs(), keys.new_ones(count, 1)], 1).T @ errors.abs()
+    assert (at(found.at, found.added.shape) == found.added).all()
     assert (torch.from_numpy(found.added) - wanted).abs().le(1e-5 * bound).all()
     for norm, vectors in ((found.error_norm, errors), (found.key_norm, keys)):
         assert norm == pytest.approx(float(vectors.norm()), rel=1e-5)
@@ -79,25 +89,26 @@ def test_every_float16_is_rounded_as_pytorch_does() -> None:
     numbers = torch.cat([numbers, -numbers])
     keys = torch.stack([numbers, torch.full_like(numbers, 1.0)], 1)  # norms from 1 to 2¹⁵: stored as they are
     found = taken(keys, torch.ones(len(keys), 1), torch.ones(1, 2).T)
-    assert found.keys.exponents is not None
-    assert not found.keys.exponents.any()
-    assert torch.equal(found.keys.data, keys.half())
+    assert found.key_copy is not None
+    assert found.key_copy.exponents is not None
+    assert not found.key_copy.exponents.any()
+    assert torch.equal(found.key_copy.data, keys.half())
 
 
 def test_float32_is_copied_as_it_is() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
     found = taken(keys, errors, random, "float32")
-    assert found.errors is not None
-    assert torch.equal(found.keys.data, keys)
-    assert torch.equal(found.errors.data, errors)
-    assert found.keys.exponents is None
+    assert found.key_copy is not None
+    assert found.error_copy is not None
+    assert torch.equal(found.key_copy.data, keys)
+    assert torch.equal(found.error_copy.data, errors)
+    assert found.key_copy.exponents is None
 
 
 def test_error_signals_may_be_left_out() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
-    (found,) = take_all([slots(keys, errors, random, None)], "float16", Pool())
-    assert found is not None
-    assert found.errors is None
+    found = taken(keys, errors, random, kept=None)
+    assert found.error_copy is None
     assert found.added.any()
 
 
@@ -116,17 +127,15 @@ def test_error_signals_may_be_left_out() -> None:
 def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     keys, errors, random = drawn(20, 30, 7, 1, spread=0)
     pool = Pool()
-    first = pool.take("key", keys.shape, torch.float16).slab
-    before, odd_one, after = take_all(
-        [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)],
-        "float16",
-        pool,
-    )
-    assert odd_one is None
+    first = pool.take("key", *keys.shape, torch.float16).slab
+    calls = [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)]
+    take_all(calls, "float16", pool)
+    before, odd_one, after = calls
+    assert not odd_one.taken
     assert first is not None
     assert first.out == 3  # nothing was kept of it
-    assert before is not None
-    assert after is not None
+    assert before.taken
+    assert after.taken
     assert after.key_norm == pytest.approx(2 * before.key_norm)
 
 
@@ -134,11 +143,12 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
 def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype: str) -> None:
     sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
     given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
-    together = take_all([slots(*one) for one in given], dtype, Pool())
+    together = [slots(*one) for one in given]
+    take_all(together, dtype, Pool())
     alone = [taken(*one, dtype) for one in given]
     for one, other in zip(together, alone, strict=True):
-        assert one is not None
-        for mine, theirs in ((one.keys, other.keys), (one.errors, other.errors)):
+        assert one.taken
+        for mine, theirs in ((one.key_copy, other.key_copy), (one.error_copy, other.error_copy)):
             assert mine is not None
             assert theirs is not None
             assert torch.equal(mine.data, theirs.data)

@@ -131,7 +131,7 @@ def test_a_pool_gives_memory_again_once_all_of_it_is_back():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_memory_of_a_pool_begins_at_a_page(dtype):
     for columns in (1, 7, 800):
-        room = Pool().take("a", torch.Size([128, columns]), dtype)
+        room = Pool().take("a", 128, columns, dtype)
         slab = room.slab
         assert slab is not None
         assert slab.memory.data_ptr() % PAGE == 0

@@ -44,7 +44,8 @@ def _first(arguments: Arguments, name: str = "input") -> Tensor:
 
 def _plain(key: Tensor, output: Tensor) -> list[Watch]:
     """The key is what came in, the error signal that of what came out."""
-    return [Watch([output], lambda errors: [Found("", key, None if errors is None else errors[0])], key)]
+    slots = lambda errors: [Found("", key, None if errors is None else errors[0])]  # noqa: E731
+    return [Watch([output], slots, key, plain=True)]
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:

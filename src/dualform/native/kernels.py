@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch  # before the library, which finds PyTorch's threads when it is loaded
 from torch import Tensor
 
@@ -48,3 +49,9 @@ def kernels() -> Any:
 def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a loop can walk over it: numbers of this type, one after the other, in the processor's memory."""
     return tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Where an array begins in memory."""
+    found: int = array.__array_interface__["data"][0]
+    return found

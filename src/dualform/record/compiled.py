@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import is_plain, kernels
+from dualform.native.kernels import address, is_plain, kernels
 from dualform.store.encoding import TORCH, Encoded, Pool
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
+NOWHERE = (0, 0)
 
 
-@dataclass(slots=True)
-class Slots:
-    """The slots of one call."""
+@dataclass(frozen=True)
+class Taking:
+    """How the slots of a layer are taken."""
 
-    keys: Tensor
-    """(n, d_in)."""
-    errors: Tensor
-    """(n, d_out)."""
     random: int
     """Where R (d_in, k) is in memory, column after column, …"""
     k: int
@@ -36,55 +34,66 @@ class Slots:
 
 
 @dataclass(slots=True)
-class Taken:
-    """What the loop has found."""
+class Slots:
+    """The slots of one call, and what the loop has found."""
 
-    added: Sums
-    """(k + 1, d_out): Σ (key · R) ⊗ error, and Σ error."""
-    error_norm: float
-    projected_norm: float
+    keys: Tensor
+    """(n, d_in)."""
+    errors: Tensor
+    """(n, d_out)."""
+    how: Taking
+    taken: bool = False
+    """Whether there is anything of the following; else they are to be taken in the plain way."""
+    added: Sums = field(init=False)
+    """(k + 1, d_out): Σ (key · R) ⊗ error, and Σ error; …"""
+    at: int = 0
+    """… where it begins in memory."""
+    error_norm: float = 0.0
+    projected_norm: float = 0.0
     """Of keys @ R."""
-    key_norm: float
-    keys: Encoded
-    errors: Encoded | None
+    key_norm: float = 0.0
+    key_copy: Encoded | None = None
+    error_copy: Encoded | None = None
 
 
-def take_all(calls: Sequence[Slots], dtype: str, pool: Pool) -> list[Taken | None]:
-    """What there is to know of each call's slots, and their copies; None: they are to be taken in the plain way."""
-    found: list[Taken | None] = [None] * len(calls)
+def take_all(calls: Sequence[Slots], dtype: str, pool: Pool) -> None:
+    """Find what there is to know of each call's slots, and copy them."""
     loops = kernels()
     if loops is None or dtype == "float64":
-        return found
-    kind, table, copies = TORCH[dtype], [], []
-    for place, call in enumerate(calls):
-        keys, errors = call.keys, call.errors
+        return
+    kind, table, size, todo, ends = TORCH[dtype], array("q"), 0, [], []
+    for call in calls:
+        keys, errors, how = call.keys, call.errors, call.how
         if not (is_plain(keys) and is_plain(errors)):
             continue
-        key_copy = pool.take(call.key_name, keys.shape, kind)
-        error_copy = None if call.error_name is None else pool.take(call.error_name, errors.shape, kind)
-        copies.append((place, key_copy, error_copy))
-        table.append(
-            (
-                *(*keys.shape, errors.shape[1], call.k),
-                *(keys.data_ptr(), errors.data_ptr(), call.random),
-                *(*key_copy.places, *(error_copy.places if error_copy is not None else (0, 0)), 0),
-            )
-        )
-    if not table:
-        return found
-    sizes = [((k + 1) * d_out, d_out) for _, _, d_out, k, *_ in table]
+        (count, d_in), d_out = keys.shape, errors.shape[1]
+        call.key_copy = pool.take(how.key_name, count, d_in, kind)
+        call.error_copy = None if how.error_name is None else pool.take(how.error_name, count, d_out, kind)
+        error_places = NOWHERE if call.error_copy is None else call.error_copy.places
+        where = keys.data_ptr(), errors.data_ptr(), how.random, *call.key_copy.places, *error_places, 0
+        table.extend((count, d_in, d_out, how.k, *where))
+        size += (how.k + 1) * d_out + 3
+        todo.append(call)
+        ends.append(size)
+    if not todo:
+        return
     threads = torch.get_num_threads()
-    sums, given = np.empty((sum(size for size, _ in sizes) + 3 * len(table)) * threads), np.array(table, np.int64)
-    loops.slots(len(table), given.ctypes.data, sums.ctypes.data, threads)
-    end = 0
-    for (place, key_copy, error_copy), (size, d_out) in zip(copies, sizes, strict=True):
-        begin, end = end, end + size + 3
-        error, projected, key = map(math.sqrt, sums[end - 3 : end].tolist())
-        if math.isfinite(error):
-            added = sums[begin : end - 3].reshape(-1, d_out)
-            found[place] = Taken(added, error, projected, key, key_copy, error_copy)
+    sums = np.empty(size * threads)
+    begins_at = address(sums)
+    loops.slots(len(todo), table.buffer_info()[0], begins_at, threads)
+    begin = 0
+    for call, end in zip(todo, ends, strict=True):
+        error_square, projected_square, key_square = sums[end - 3 : end].tolist()
+        if math.isfinite(error_square):
+            call.taken, call.added, call.at = (
+                True,
+                sums[begin : end - 3].reshape(call.how.k + 1, -1),
+                begins_at + 8 * begin,
+            )
+            call.error_norm, call.projected_norm = math.sqrt(error_square), math.sqrt(projected_square)
+            call.key_norm = math.sqrt(key_square)
         else:
-            pool.give(key_copy)
-            if error_copy is not None:
-                pool.give(error_copy)
-    return found
+            for copy in (call.key_copy, call.error_copy):
+                if copy is not None:
+                    pool.give(copy)
+        begin = end

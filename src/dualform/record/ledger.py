@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
-from dualform.record.compiled import Slots, Taken, take_all
+from dualform.record.compiled import Slots, Taking, take_all
 from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 
@@ -60,6 +60,8 @@ class Visit:
     outputs: int
     """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
     slots: Callable[[Errors], list[Found]]
+    key: Tensor | None
+    """What came in, if that is the keys, and what arrives the error signals."""
     from_data: bool
     """Whether what came in is data, and not made from weights."""
     problem: DualformError | None
@@ -109,8 +111,8 @@ class Arrived:
 class LayerLedger:
     """The slots of one layer since its last update."""
 
-    def __init__(self, number: int, layer: Layer, parameters: dict[str, ParameterLedger]):
-        self.number, self.layer = number, layer
+    def __init__(self, number: int, layer: Layer, parameters: dict[str, ParameterLedger], store_as: StoreAs):
+        self.number, self.layer, self._store_as = number, layer, store_as
         self.uses = [(use, parameters[use.parameter]) for use in layer.uses]
         self.calls: dict[int, list[Call]] = {}
         """By backward pass."""
@@ -119,17 +121,23 @@ class LayerLedger:
         """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
         self.consumed: deque[int] = deque(maxlen=CONSUMED)
         """The last ones that earlier steps have stored."""
-        ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
-        self._like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
-        self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
         self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
+        self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
+        weight = self.uses[0][1]
+        ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
+        like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
+        self.taking: Taking | None = None
+        """How its slots are taken by the compiled loop, if they can be."""
+        if like_linear and weight.in_columns:
+            kept = self._error_name if store_as.keeps_errors else None
+            self.taking = Taking(weight.random.data_ptr(), weight.columns, self._key_name, kept)
 
-    def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout, store_as: StoreAs) -> Arrived:
+    def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
-        layer, keys, positions = self.layer, found.keys.detach(), layout.positions
+        layer, keys, positions = self.layer, found.keys, layout.positions
         if found.errors is None:
             return Arrived(self, visit, layout.rows, positions, (), layout.slots(keys), None)
-        errors = found.errors.detach()
+        errors = found.errors
         if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
             unit, kind = roundoff(errors), self.uses[0][1].parameter.dtype
             keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
@@ -142,45 +150,49 @@ class LayerLedger:
             errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
             count = positions * math.prod(layer.geometry.positions(size))
             return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors)
-        keys, errors = layout.slots(keys), layout.slots(errors)
-        slots = None
-        weight = self.uses[0][1]
-        if self._like_linear and weight.in_columns:
-            kept = self._error_name if store_as.keeps_errors else None
-            slots = Slots(keys, errors, weight.random.data_ptr(), weight.columns, self._key_name, kept)
-        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots)
+        return self.vectors(visit, layout.rows, positions, layout.slots(keys), layout.slots(errors))
 
-    def add(self, task: int, arrived: Arrived, taken: Taken | None, store_as: StoreAs) -> Call:
-        """Add what one call has to say on the gradients; its slots are copied already (`taken`), or yet to be (`wanted`)."""
-        call, errors = self._call(task, arrived), arrived.errors
+    def vectors(self, visit: Visit, rows: int, positions: int, keys: Tensor, errors: Tensor) -> Arrived:
+        """The same, where there are keys and error signals, a row for each slot."""
+        slots = None if self.taking is None else Slots(keys, errors, self.taking)
+        return Arrived(self, visit, rows, positions, (), keys, errors, slots)
+
+    def add(self, task: int, arrived: Arrived) -> Call:
+        """Add what one call has to say on the gradients; its slots are copied already, or yet to be (`wanted`)."""
+        call, errors, slots = self._call(task, arrived), arrived.errors, arrived.slots
         if errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
-            return self._copied(call, arrived.stored, None)
-        if taken is not None:
-            self._add_taken(task, taken, *arrived.stored.shape)
-            call.keys, call.errors = taken.keys, taken.errors
+            return self._copied(call, arrived.stored.detach(), None)
+        if slots is not None and slots.taken:
+            self._add_taken(task, slots)
+            call.keys, call.errors = slots.key_copy, slots.error_copy
             return call
+        arrived.stored, errors = arrived.stored.detach(), errors.detach()
         norms = torch.linalg.vector_norm(errors, dim=1)
         size_of_errors, keys = norm_of(norms.cpu().numpy()), arrived.keys()
         for use, parameter in self.uses:
             if parameter.parameter.requires_grad:
                 parameter.add(task, use, keys, errors, size_of_errors)
         kept = None
-        if store_as.keeps_errors:
+        if self._store_as.keeps_errors:
             some = errors[:, list(self.layer.outputs)] if self.layer.outputs else errors
             kept = Wanted(some, self._error_name, None if self.layer.outputs else norms)
         return self._copied(call, arrived.stored, kept)
 
-    def _add_taken(self, task: int, taken: Taken, count: int, width: int) -> None:
+    def _add_taken(self, task: int, slots: Slots) -> None:
         """Add what the slots of something like nn.Linear say: its weight, and its bias if it has one."""
-        weights, bias = taken.added[:-1], taken.added[-1]
-        seen = weights[0] if len(weights) == 1 else weights.T.reshape(-1)
-        key_norm = max(taken.projected_norm, taken.key_norm) if width <= SHORT else taken.projected_norm
-        said = ((seen, key_norm), (bias, math.sqrt(count)))
-        for (_, parameter), (added, norm) in zip(self.uses, said, strict=False):
-            if parameter.parameter.requires_grad:
-                parameter.link(task).add(added, taken.error_norm * norm)
+        count, width = slots.keys.shape
+        weight, added = self.uses[0][1], slots.added
+        if weight.parameter.requires_grad:
+            norm = max(slots.projected_norm, slots.key_norm) if width <= SHORT else slots.projected_norm
+            if len(added) == 2:
+                weight.link(task).add(added[0], slots.error_norm * norm, slots.at)
+            else:
+                weight.link(task).add(added[:-1].T.reshape(-1), slots.error_norm * norm)
+        if len(self.uses) > 1 and self.uses[1][1].parameter.requires_grad:
+            at = slots.at + added[:-1].nbytes
+            self.uses[1][1].link(task).add(added[-1], slots.error_norm * math.sqrt(count), at)
 
     def _call(self, task: int, arrived: Arrived) -> Call:
         """Enter a call."""
@@ -223,7 +235,11 @@ class ModuleLedger:
 
     def counted_in(self, task: int) -> bool:
         """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
-        return any(link.counted and link.task == task for p in self.parameters for link in p.links)
+        for parameter in self.parameters:
+            for link in parameter.links:
+                if link.counted and link.task == task:
+                    return True
+        return False
 
 
 class Ledger:
@@ -253,7 +269,7 @@ class Ledger:
         """Enter a module. named: the parameters that its layers use, by full name."""
         vectors = set[str]().union(*(layer.vectors() for layer in layers))
         mine = {full: self.parameter(full, p, vector=full in vectors) for full, p in named.items()}
-        entered = [LayerLedger(len(self.layers) + i, layer, mine) for i, layer in enumerate(layers)]
+        entered = [LayerLedger(len(self.layers) + i, layer, mine, self.store_as) for i, layer in enumerate(layers)]
         self.layers += entered
         ledger = ModuleLedger(name, module, entered)
         self.modules.append(ledger)
@@ -302,7 +318,8 @@ class Ledger:
         slots, keys = watch.slots, watch.keys
         if keys is not None and not self.store_as.errors:
             slots = lambda errors: keys()  # noqa: E731
-        return Visit(self._serial, module, self.batch, len(watch.outputs), slots, not key.requires_grad, problem)
+        plain = key if watch.plain else None
+        return Visit(self._serial, module, self.batch, len(watch.outputs), slots, plain, not key.requires_grad, problem)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
@@ -361,10 +378,11 @@ class Ledger:
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
         """Find the slots of some visits, and copy them."""
-        read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
-        ordinary = [one.slots for one in read if one.slots is not None]
-        taken = iter(take_all(ordinary, self.store_as.dtype, self.store_as.pool))
-        calls = [one.layer.add(task, one, next(taken) if one.slots else None, self.store_as) for one in read]
+        read: list[Arrived] = []
+        for visit, errors in arrived.items():
+            read.extend(self._read(visit, errors, task))
+        take_all([one.slots for one in read if one.slots is not None], self.store_as.dtype, self.store_as.pool)
+        calls = [one.layer.add(task, one) for one in read]
         wanted = [(call, name, one) for call in calls for name, one in call.wanted.items()]
         if wanted:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
@@ -373,17 +391,24 @@ class Ledger:
                 call.wanted = {}
         self._held = 0
 
-    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
+    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> list[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""
-        module, found = visit.module, visit.slots(errors)
-        for one in found:
+        module, key, error, batch = visit.module, visit.key, errors[0], visit.batch
+        assert batch is not None
+        if key is not None and error is not None and key.dim() == 2 and len(key) == batch.rows and not self._batch_axis:
+            layer = module.layers[0]  # the ordinary case: a row is a slot
+            if layer.taking is not None and error.dtype is key.dtype is torch.float32:
+                return [layer.vectors(visit, batch.rows, 1, key, error)]
+        read = []
+        for one in visit.slots(errors):
             layer = module.by_name[joined(module.name, one.layer)]
             try:
                 layout = self._layout(module.name, layer.layer.name, visit, one)
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
-            yield layer.read(task, visit, one, layout, self.store_as)
+            read.append(layer.read(task, visit, one, layout))
+        return read
 
     def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import is_plain, kernels
+from dualform.native.kernels import address, is_plain, kernels
 from dualform.record.audit import Looked, Seen, Verdict
 from dualform.record.parameters import Link, ParameterLedger, mark_of
 
@@ -135,12 +135,6 @@ class Looks:
 
     def _run(self, count: int, told: int, out: int) -> None:
         self._loops.looks(count, told, out, self._found_at, torch.get_num_threads())
-
-
-def address(array: np.ndarray[Any, Any]) -> int:
-    """Where an array begins in memory."""
-    found: int = array.__array_interface__["data"][0]
-    return found
 
 
 def _told(one: ParameterLedger, at: int) -> list[int]:

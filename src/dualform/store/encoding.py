@@ -41,14 +41,13 @@ class Encoded:
     """… and its first row there."""
     nbytes: int = field(init=False)
     """How much memory it takes."""
+    places: tuple[int, int] = field(init=False)
+    """Where vectors and exponents begin in memory; 0: there are none."""
 
     def __post_init__(self) -> None:
-        self.nbytes = self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
-
-    @property
-    def places(self) -> tuple[int, int]:
-        """Where vectors and exponents begin in memory; 0: there are none."""
-        return self.data.data_ptr(), 0 if self.exponents is None else self.exponents.data_ptr()
+        data, exponents = self.data, self.exponents
+        self.nbytes = data.nbytes + (0 if exponents is None else exponents.nbytes)
+        self.places = data.data_ptr(), 0 if exponents is None else exponents.data_ptr()
 
     def scales(self, places: slice | Tensor) -> Tensor | None:
         """The exponents of some of the vectors."""
@@ -90,6 +89,8 @@ class Slab:
     exponents: Tensor | None
     """… and the powers of two of its vectors, (rows,), where they have any."""
     rows: int
+    width: int
+    dtype: torch.dtype
     used: int = 0
     out: int = 0
     parts: list[Encoded] = field(default_factory=list)
@@ -113,9 +114,6 @@ class Slab:
         return Encoded(self.memory[low : low + rows], exponents, self, low)
 
 
-_NONE: tuple[None, None] = (None, None)
-
-
 class Pool:
     """Memory that goes round between recorder and writer: fresh pages cost more than the copy into them.
 
@@ -124,23 +122,26 @@ class Pool:
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
         self._free: dict[tuple[torch.Size, torch.dtype], list[Slab]] = defaultdict(list)
-        self._filling: dict[str, tuple[tuple[int, torch.dtype], Slab]] = {}
+        self._filling: dict[str, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Encoded:
-        """Room for vectors (n, d), with any content."""
-        count, width = shape
+    def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Encoded:
+        """Room for some vectors (count, width), with any content."""
         with self._lock:
-            key, slab = self._filling.get(name, _NONE)
-            if slab is None or key != (width, dtype) or slab.used + count > slab.rows:
+            slab = self._filling.get(name)
+            if slab is None or slab.width != width or slab.dtype is not dtype or slab.used + count > slab.rows:
                 if slab is not None and not slab.out:
                     self._keep(slab)
-                slab = self._slab(count, width, dtype)
-                self._filling[name] = (width, dtype), slab
+                slab = self._filling[name] = self._slab(count, width, dtype)
             return slab.taken(count)
+
+    def like(self, wanted: Wanted, dtype: torch.dtype) -> Encoded:
+        """Room for what is wanted."""
+        count, width = wanted.vectors.shape
+        return self.take(wanted.name, count, width, dtype)
 
     def scratch(self, like: Tensor) -> Tensor:
         """Room for something that is used at once, of the same shape and type."""
@@ -160,7 +161,7 @@ class Pool:
             slab = vectors.slab
             if slab is not None:
                 slab.out -= 1
-                if not slab.out and not any(slab is one for _, one in self._filling.values()):
+                if not slab.out and not any(slab is one for one in self._filling.values()):
                     self._keep(slab)
 
     def _slab(self, count: int, width: int, dtype: torch.dtype) -> Slab:
@@ -173,7 +174,7 @@ class Pool:
             self._bytes -= slab.memory.nbytes
             return slab
         exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
-        return Slab(_aligned(rows, width, dtype), exponents, rows)
+        return Slab(_aligned(rows, width, dtype), exponents, rows, width, dtype)
 
     def _keep(self, slab: Slab) -> None:
         if self._bytes + slab.memory.nbytes <= self._most:
@@ -217,10 +218,7 @@ def encode_all(wanted: Sequence[Wanted], dtype: str, pool: Pool | None = None) -
     for one in wanted:
         if not one.vectors.is_cpu:
             one.vectors, one.norms = one.vectors.cpu(), None
-    rooms = [
-        _room(one.vectors.shape, kind) if pool is None else pool.take(one.name, one.vectors.shape, kind)
-        for one in wanted
-    ]
+    rooms = [_room(one.vectors.shape, kind) if pool is None else pool.like(one, kind) for one in wanted]
     if dtype != "float16" or not wanted:
         for one, room in zip(wanted, rooms, strict=True):
             room.data.copy_(one.vectors)
