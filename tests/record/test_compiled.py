@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
 from dualform.record.compiled import Slots, Taking, take_all
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
@@ -33,7 +34,7 @@ def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error") -> Sl
 
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: str | None = "error") -> Slots:
     found = slots(keys, errors, random, kept)
-    take_all([found], dtype, Pool())
+    take_all([found], dtype, Pool(), Arena())
     assert found.taken
     assert found.key_copy is not None
     return found
@@ -129,7 +130,7 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     pool = Pool()
     first = pool.take("key", *keys.shape, torch.float16).slab
     calls = [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)]
-    take_all(calls, "float16", pool)
+    take_all(calls, "float16", pool, Arena())
     before, odd_one, after = calls
     assert not odd_one.taken
     assert first is not None
@@ -144,7 +145,7 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
     sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
     given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
     together = [slots(*one) for one in given]
-    take_all(together, dtype, Pool())
+    take_all(together, dtype, Pool(), Arena())
     alone = [taken(*one, dtype) for one in given]
     for one, other in zip(together, alone, strict=True):
         assert one.taken

@@ -69,11 +69,12 @@ def unaudited(links: Sequence[Link]) -> Verdict:
 def explain(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
     """Find the factor of each backward pass. looked: the gradient at the step, @ R."""
     seen = looked.astype(np.float64, copy=False)
-    verdict = _chain(links, seen, roundoff)
-    if not verdict.explained and 1 < len(links) <= seen.size // 2:
-        free = _least_squares(links, seen, roundoff)
-        if free.explained:
-            return free
+    with np.errstate(all="ignore"):  # what has diverged may overflow
+        verdict = _chain(links, seen, roundoff)
+        if not verdict.explained and 1 < len(links) <= seen.size // 2:
+            free = _least_squares(links, seen, roundoff)
+            if free.explained:
+                return free
     return verdict
 
 

@@ -172,24 +172,26 @@ class Books:
         common = _common_factor(audited)
         elementwise = replay is not None and KINDS[replay.kind].elementwise
         for one in audited:
-            verdict, keeps_gradient = one.verdict, self._keeps_gradient(one.ledger)
-            # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
-            # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
-            if verdict.determined or not (elementwise and keeps_gradient):
-                times = unscaled if verdict.determined else common * unscaled
-                pairs = zip(one.links, verdict.factors, strict=True)
-                one.factors = {link.task: factor * times for link, factor in pairs if factor != 0}
+            verdict, times = one.verdict, unscaled
+            if not verdict.determined:
+                # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
+                # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
+                if elementwise and self._keeps_gradient(one.ledger):
+                    continue
+                times *= common
+            for link, factor in zip(one.links, verdict.factors, strict=True):
+                if factor != 0:
+                    one.factors[link.task] = factor * times
         self._store_slots({one.ledger.number: one.factors for one in audited}, step)
-        kind = replay.kind if replay else type(optimizer).__name__
+        kind, numbers = replay.kind if replay else type(optimizer).__name__, self._backward_of
         for one in audited:
-            listed = [0.0] * (1 + max([self._backward_of[task] for task in one.factors], default=-1))
+            ledger = one.ledger
+            listed = [0.0] * (1 + max([numbers[task] for task in one.factors], default=-1))
             for task, factor in one.factors.items():
-                listed[self._backward_of[task]] = factor
-            one.ledger.links.clear()
-            kept = _copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None
-            step.updates.append(
-                records.Update(one.ledger.number, kind, one.settings, listed, one.verdict.residual, kept)
-            )
+                listed[numbers[task]] = factor
+            ledger.links.clear()
+            kept = _copied(one.gradient, unscaled) if self._keeps_gradient(ledger) else None
+            step.updates.append(records.Update(ledger.number, kind, one.settings, listed, one.verdict.residual, kept))
 
     def _keeps_gradient(self, ledger: ParameterLedger) -> bool:
         return not ledger.is_matrix and self._keep != "keys"
@@ -245,7 +247,10 @@ class Books:
                 f"one backward pass, whose slots belong to the earlier step. Step its optimizers together, or zero gradients."
             )
         backward = self._backward_of.setdefault(task, len(self._backward_of))
-        for call, slots in enumerate(sorted(layer.calls.get(task, ()), key=lambda c: c.serial)):
+        calls = layer.calls.get(task, [])
+        if len(calls) > 1:
+            calls.sort(key=lambda call: call.serial)
+        for call, slots in enumerate(calls):
             assert slots.keys is not None
             step.blocks.append(
                 records.Block(

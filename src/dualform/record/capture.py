@@ -19,11 +19,8 @@ from dualform.layers.rules import rule_for
 from dualform.record.ledger import Ledger, ModuleLedger, Visit
 from dualform.record.parameters import ParameterLedger
 
-
-def graph_task() -> int:
-    """The number of the backward pass that is running, −1 outside of one."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is running, −1 outside of one."""
 
 
 class Capture:
@@ -41,6 +38,7 @@ class Capture:
         rule = rule_for(entry.module)
         assert rule is not None
         begun: list[Any] = []
+        ledger = self._ledger
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not entry.module or not torch.is_grad_enabled():
@@ -50,13 +48,14 @@ class Capture:
                     f"layer {entry.name!r} is being compiled (torch.compile), and hooks inside a compiled graph see no error "
                     f"signals. Record the model without compiling it."
                 )
-            self._watch(entry)
+            if not entry.watched:
+                self._watch(entry)
             for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                if any(tensor.requires_grad for tensor in watch.outputs):
-                    visit = self._ledger.forward(entry, watch, graph_task())
-                    for place, tensor in enumerate(watch.outputs):
-                        if tensor.requires_grad:
-                            tensor.register_hook(self._arrived(visit, place))  # type: ignore[no-untyped-call]
+                visit = None
+                for place, tensor in enumerate(watch.outputs):
+                    if tensor.requires_grad:
+                        visit = visit or ledger.forward(entry, watch, graph_task())
+                        tensor.register_hook(self._arrived(visit, place))  # type: ignore[no-untyped-call]
 
         if rule.begin is not None:
             begin = rule.begin
@@ -91,6 +90,8 @@ class Capture:
                 self._hooked.add(id(ledger.parameter))
                 hook = self._counted(ledger)
                 self._handles.append(ledger.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        entry.watched = all(id(ledger.parameter) in self._hooked for ledger in entry.parameters)
 
     def _counted(self, ledger: ParameterLedger) -> Callable[[Tensor], None]:
-        return lambda _: self._ledger.counted(ledger, graph_task())
+        count = self._ledger.counted
+        return lambda _: count(ledger, graph_task())

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import address, is_plain, kernels
+from dualform.native.arena import Arena
+from dualform.native.kernels import is_plain, kernels
 from dualform.store.encoding import TORCH, Encoded, Pool
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
@@ -56,8 +57,8 @@ class Slots:
     error_copy: Encoded | None = None
 
 
-def take_all(calls: Sequence[Slots], dtype: str, pool: Pool) -> None:
-    """Find what there is to know of each call's slots, and copy them."""
+def take_all(calls: Sequence[Slots], dtype: str, pool: Pool, arena: Arena) -> None:
+    """Find what there is to know of each call's slots, and copy them. arena: where sums go."""
     loops = kernels()
     if loops is None or dtype == "float64":
         return
@@ -78,8 +79,7 @@ def take_all(calls: Sequence[Slots], dtype: str, pool: Pool) -> None:
     if not todo:
         return
     threads = torch.get_num_threads()
-    sums = np.empty(size * threads)
-    begins_at = address(sums)
+    sums, begins_at = arena.take(size * threads)
     loops.slots(len(todo), table.buffer_info()[0], begins_at, threads)
     begin = 0
     for call, end in zip(todo, ends, strict=True):

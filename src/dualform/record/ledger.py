@@ -22,6 +22,7 @@ from dualform.layers import axes
 from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, Use, joined
+from dualform.native.arena import Arena
 from dualform.record.columns import Batch
 from dualform.record.compiled import Slots, Taking, take_all
 from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
@@ -232,6 +233,8 @@ class ModuleLedger:
         self.by_name = {layer.layer.name: layer for layer in layers}
         self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
         self.called = False
+        self.watched = False
+        """Whether all its parameters have hooks."""
 
     def counted_in(self, task: int) -> bool:
         """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
@@ -263,7 +266,7 @@ class Ledger:
         self._serial = 0
         self._arrived: dict[int, dict[Visit, list[Tensor | None]]] = {}
         """By backward pass: the gradients of what came out of each visit."""
-        self._held = 0
+        self._held, self._arena = 0, Arena()
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
@@ -381,7 +384,8 @@ class Ledger:
         read: list[Arrived] = []
         for visit, errors in arrived.items():
             read.extend(self._read(visit, errors, task))
-        take_all([one.slots for one in read if one.slots is not None], self.store_as.dtype, self.store_as.pool)
+        slots = [one.slots for one in read if one.slots is not None]
+        take_all(slots, self.store_as.dtype, self.store_as.pool, self._arena)
         calls = [one.layer.add(task, one) for one in read]
         wanted = [(call, name, one) for call in calls for name, one in call.wanted.items()]
         if wanted:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.native.arena import Arena
 from dualform.native.kernels import address, is_plain, kernels
 from dualform.record.audit import Looked, Seen, Verdict
 from dualform.record.parameters import Link, ParameterLedger, mark_of
@@ -41,8 +42,8 @@ class Looks:
         self._offsets = 8 * starts
         self._before_at, self._parts_at, self._after_at = map(address, (self._before, self._parts, self._after))
         self._seen_at, self._found_at = address(self._seen), address(self._found)
-        self._turn = np.array([one.next_turn for one in ledgers], np.int64)
-        self._turns = np.array([one.turns for one in ledgers], np.int64)
+        self._turn, self._turns = 1, np.array([one.turns for one in ledgers], np.int64)
+        self._arena = Arena()
         self._looked: list[Looked | None] | None = None
         self._remembered: tuple[list[tuple[int, int]], Seen] | None = None
         """The parameters' marks after their last update, and what they looked like; None: their ledgers know."""
@@ -68,11 +69,12 @@ class Looks:
         may_be_same = self._parts_told()
         count = len(where)
         self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
-        found = [
+        found = self._found.tolist()
+        verdicts = [
             None if link is None else Verdict([ratio], residual, bool(explained), bool(determined))
-            for link, (ratio, residual, explained, determined) in zip(links, self._found.tolist(), strict=False)
+            for link, (ratio, residual, explained, determined) in zip(links, found[:count], strict=True)
         ]
-        return found, may_be_same and self._same(count)
+        return verdicts, may_be_same and self._same(found[count:])
 
     def seen(self, place: int) -> Looked:
         """What the gradient at this place looked like before the update."""
@@ -88,8 +90,7 @@ class Looks:
             for ledger in self.ledgers:
                 ledger.remember()
             return np.concatenate([np.empty(0), *[ledger.seen for ledger in self.ledgers]])
-        seen = np.empty(self._size)
-        at = address(seen)
+        seen, at = self._arena.take(self._size)
         self._after[:, TENSOR] = where
         self._run(len(where), self._after_at, at)
         self._remembered = [mark_of(one) for one in self.parameters], seen
@@ -101,14 +102,14 @@ class Looks:
         if not self._parts_told():
             return False
         self._run(len(self._parts), self._parts_at, self._seen_at)
-        return self._same(0)
+        return self._same(self._found[: len(self._parts)].tolist())
 
     def hand_out(self) -> None:
         """Let each ledger know what was remembered."""
         if self._remembered is not None:
             marks, seen = self._remembered
-            for ledger, place, mark, turn in zip(self.ledgers, self._places, marks, self._turn.tolist(), strict=True):
-                ledger.remembered(seen[place], mark, turn)
+            for ledger, place, mark in zip(self.ledgers, self._places, marks, strict=True):
+                ledger.remembered(seen[place], mark, self._turn % ledger.turns)
 
     def _parts_told(self) -> bool:
         """Tell the loop of those parts of the parameters whose turn it is, if they may be what they were."""
@@ -118,19 +119,20 @@ class Looks:
         if [mark_of(one) for one in self.parameters] != marks:
             return self._ask_each()
         self._parts[:, TENSOR] = [at for _, at in marks]
-        self._parts[:, TURN] = self._turn
+        self._parts[:, TURN] = self._turn % self._turns
         return True
 
-    def _same(self, first: int) -> bool:
-        """Whether the parts that were just compared are what they were. first: what was found of them."""
-        if self._found[first : first + len(self.ledgers), 3].any():
-            return self._ask_each()
-        self._turn = (self._turn + 1) % self._turns
+    def _same(self, found: list[list[float]]) -> bool:
+        """Whether the parts that were just compared are what they were. found: their sums."""
+        for *_, rest in found:
+            if rest != 0:
+                return self._ask_each()
+        self._turn += 1
         return True
 
     def _ask_each(self) -> bool:
         self.hand_out()
-        self._turn = (self._turn + 1) % self._turns
+        self._turn += 1
         return False
 
     def _run(self, count: int, told: int, out: int) -> None:

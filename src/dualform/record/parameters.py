@@ -97,10 +97,10 @@ class ParameterLedger:
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
         # Between steps, a part of its rows is looked at; of a vector all of them, in one turn of so many
-        self.next_turn, self.part = 1, max(1, -(-rows // PARTS) if self.is_matrix else rows)
+        self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
         self.turns = max(1, -(-rows // self.part)) if self.is_matrix else PARTS
-        self.next_turn %= self.turns
+        self.next_turn = 1 % self.turns
         self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
         self.remember()
 

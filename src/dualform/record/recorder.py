@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -265,8 +264,7 @@ class Recorder:
             self._updating = False
             if self._closed:
                 return
-            with np.errstate(all="ignore"):
-                self._books.remember([number], self._open)
+            self._books.remember([number], self._open)
 
         return hook
 
@@ -281,8 +279,7 @@ class Recorder:
         step = self._open or records.Step(self._next_step)
         if self._open is None:
             self._books.begin_step()
-        with np.errstate(all="ignore"):  # what has diverged may overflow when it is looked at
-            self._books.update(number, step)
+        self._books.update(number, step)
         if self._open is None:
             self._open, self._stepped = step, set()
             self._next_step += 1
