@@ -140,3 +140,32 @@ def test_the_same_columns_each_time():
 def test_a_scalar_and_an_array_are_the_same_column():
     first = read(sample_id=[1, 2], task="a").columns
     assert read(first, sample_id=[1, 2], task=["a", "b"]).rows == 2
+
+
+def test_what_is_given_again_is_read_as_the_first_time():
+    """… and nothing else is let through: the same errors, whatever came before."""
+    ids, label = torch.tensor([3, 1]), torch.tensor([0, 7])
+    first = read(sample_id=ids, label=label, task="a")
+    again = read(first.columns, sample_id=ids, label=label, task="a")
+    assert again.columns == first.columns
+    assert again.rows == first.rows
+    assert {n: np.asarray(v).tolist() for n, v in again.values.items()} == {
+        n: np.asarray(v).tolist() for n, v in first.values.items()
+    }
+    ids += 1
+    assert again.values["sample_id"].tolist() == [3, 1]
+    good = {"sample_id": ids, "label": label, "task": "a"}
+    assert read(first.columns, **{**good, "label": [4, 5], "task": ["a", "b"]}).values["label"].tolist() == [4, 5]
+    for odd in (
+        {"label": torch.tensor([1, 2, 3])},
+        {"label": label.double()},
+        {"label": label[:, None]},
+        {"task": ids},
+        {"task": 3},
+        {"sample_id": "a", "label": "b"},
+        {"more": ids},
+    ):
+        with pytest.raises(BatchError):
+            read(first.columns, **{**good, **odd})
+    with pytest.raises(BatchError):
+        read(first.columns, sample_id=ids, task="a")

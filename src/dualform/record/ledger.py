@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,6 @@ class Call:
     shape: tuple[int, ...]
     """Of feature maps: how many there are for each row, and their size."""
     may_repeat: bool
-    wanted: dict[str, Wanted] = field(default_factory=dict)
-    """The vectors that are yet to be copied, by the field that they go to: "keys", "errors"."""
     keys: Encoded | None = None
     errors: Encoded | None = None
 
@@ -158,33 +156,40 @@ class LayerLedger:
         slots = None if self.taking is None else Slots(keys, errors, self.taking)
         return Arrived(self, visit, rows, positions, (), keys, errors, slots)
 
-    def add(self, task: int, arrived: Arrived) -> Call:
-        """Add what one call has to say on the gradients; its slots are copied already, or yet to be (`wanted`)."""
-        call, errors, slots = self._call(task, arrived), arrived.errors, arrived.slots
+    def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
+        """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
+        call, errors = self._call(task, arrived), arrived.errors
+        arrived.stored = arrived.stored.detach()
         if errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
-            return self._copied(call, arrived.stored.detach(), None)
-        if slots is not None and slots.taken:
-            self._add_taken(task, slots)
-            call.keys, call.errors = slots.key_copy, slots.error_copy
-            return call
-        arrived.stored, errors = arrived.stored.detach(), errors.detach()
+            return self._wanted(call, arrived.stored, None)
+        errors = arrived.errors = errors.detach()
         norms = torch.linalg.vector_norm(errors, dim=1)
         size_of_errors, keys = norm_of(norms.cpu().numpy()), arrived.keys()
         for use, parameter in self.uses:
             if parameter.parameter.requires_grad:
                 parameter.add(task, use, keys, errors, size_of_errors)
-        kept = None
-        if self._store_as.keeps_errors:
-            some = errors[:, list(self.layer.outputs)] if self.layer.outputs else errors
-            kept = Wanted(some, self._error_name, None if self.layer.outputs else norms)
-        return self._copied(call, arrived.stored, kept)
+        if not self._store_as.keeps_errors:
+            return self._wanted(call, arrived.stored, None)
+        outputs = list(self.layer.outputs)
+        some, known = (errors[:, outputs], None) if outputs else (errors, norms)
+        return self._wanted(call, arrived.stored, Wanted(some, self._error_name, known))
 
-    def _add_taken(self, task: int, slots: Slots) -> None:
-        """Add what the slots of something like nn.Linear say: its weight, and its bias if it has one."""
-        count, width = slots.keys.shape
-        weight, added = self.uses[0][1], slots.added
+    def _wanted(self, call: Call, keys: Tensor, errors: Wanted | None) -> list[tuple[Call, str, Wanted]]:
+        wanted = [] if errors is None else [(call, "errors", errors)]
+        if self.layer.form == "numbers":
+            call.keys = encode_numbers(keys)
+        else:
+            wanted.append((call, "keys", Wanted(keys, self._key_name, as_they_are=True)))
+        return wanted
+
+    def add_taken(self, task: int, arrived: Arrived, slots: Slots) -> None:
+        """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
+        call = self._call(task, arrived)
+        call.keys, call.errors = slots.key_copy, slots.error_copy
+        (count, width), added = slots.keys.shape, slots.added
+        weight = self.uses[0][1]
         if weight.parameter.requires_grad:
             norm = max(slots.projected_norm, slots.key_norm) if width <= SHORT else slots.projected_norm
             if len(added) == 2:
@@ -202,16 +207,6 @@ class LayerLedger:
         may_repeat = self._keys_may_repeat and visit.from_data
         call = Call(visit.serial, visit.batch, arrived.rows, arrived.positions, arrived.shape, may_repeat)
         self.calls.setdefault(task, []).append(call)
-        return call
-
-    def _copied(self, call: Call, keys: Tensor, errors: Wanted | None) -> Call:
-        """Have its vectors copied, with those of others."""
-        if errors is not None:
-            call.wanted["errors"] = errors
-        if self.layer.form == "numbers":
-            call.keys = encode_numbers(keys)
-        else:
-            call.wanted["keys"] = Wanted(keys, self._key_name, as_they_are=True)
         return call
 
     def forget(self, tasks: set[int] | None = None) -> None:
@@ -378,32 +373,58 @@ class Ledger:
             ready = [one for one in arrived if one.outputs == 1 or one.module.counted_in(task)]
             self._settle(task, {one: arrived.pop(one) for one in ready})
 
-    @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
         """Find the slots of some visits, and copy them."""
-        read: list[Arrived] = []
+        ordinary, others = [], {}
         for visit, errors in arrived.items():
-            read.extend(self._read(visit, errors, task))
-        slots = [one.slots for one in read if one.slots is not None]
-        take_all(slots, self.store_as.dtype, self.store_as.pool, self._arena)
-        calls = [one.layer.add(task, one) for one in read]
-        wanted = [(call, name, one) for call in calls for name, one in call.wanted.items()]
+            one = self._ordinary(visit, errors[0])
+            if one is None:
+                others[visit] = errors
+            else:
+                ordinary.append(one)
+        self._take(ordinary)
+        left = []
+        for one in ordinary:
+            if one.slots is not None and one.slots.taken:
+                one.layer.add_taken(task, one, one.slots)
+            else:
+                left.append(one)
+        if others or left:
+            self._settle_others(task, others, left)
+        self._held = 0
+
+    @torch.no_grad()
+    def _settle_others(self, task: int, arrived: dict[Visit, list[Tensor | None]], left: list[Arrived]) -> None:
+        """The same for those that are not ordinary, and those that turned out not to be."""
+        read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
+        self._take([one for one in read if one.slots is not None])
+        wanted = []
+        for one in [*left, *read]:
+            if one.slots is not None and one.slots.taken:
+                one.layer.add_taken(task, one, one.slots)
+            else:
+                wanted += one.layer.add(task, one)
         if wanted:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
             for (call, name, _), vectors in zip(wanted, copied, strict=True):
                 setattr(call, name, vectors)
-                call.wanted = {}
-        self._held = 0
 
-    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> list[Arrived]:
+    def _take(self, arrived: list[Arrived]) -> None:
+        take_all([one.slots for one in arrived if one.slots], self.store_as.dtype, self.store_as.pool, self._arena)
+
+    def _ordinary(self, visit: Visit, error: Tensor | None) -> Arrived | None:
+        """What has arrived at a call of something like nn.Linear where each row is a slot; None: it is something else."""
+        key, batch = visit.key, visit.batch
+        if key is None or error is None or batch is None or self._batch_axis:
+            return None
+        if key.dim() != 2 or len(key) != batch.rows or error.dtype is not key.dtype or key.dtype in HALVES:
+            return None
+        layer = visit.module.layers[0]
+        return None if layer.taking is None else layer.vectors(visit, batch.rows, 1, key, error)
+
+    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""
-        module, key, error, batch = visit.module, visit.key, errors[0], visit.batch
-        assert batch is not None
-        if key is not None and error is not None and key.dim() == 2 and len(key) == batch.rows and not self._batch_axis:
-            layer = module.layers[0]  # the ordinary case: a row is a slot
-            if layer.taking is not None and error.dtype is key.dtype is torch.float32:
-                return [layer.vectors(visit, batch.rows, 1, key, error)]
-        read = []
+        module = visit.module
         for one in visit.slots(errors):
             layer = module.by_name[joined(module.name, one.layer)]
             try:
@@ -411,8 +432,7 @@ class Ledger:
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
-            read.append(layer.read(task, visit, one, layout))
-        return read
+            yield layer.read(task, visit, one, layout)
 
     def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
         assert visit.batch is not None

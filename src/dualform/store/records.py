@@ -101,9 +101,13 @@ class Step:
     @cached_property
     def nbytes(self) -> int:
         """How much memory it holds, roughly; to be asked once it is finished."""
-        blocks = sum(b.keys.nbytes + (b.errors.nbytes if b.errors else 0) for b in self.blocks)
-        gradients = sum(u.gradient.nbytes for u in self.updates if u.gradient is not None)
-        rows = sum(
-            v.nbytes if isinstance(v, np.ndarray) else 64 * r.count for r in self.rows for v in r.columns.values()
-        )
-        return blocks + gradients + rows + 256 * (len(self.blocks) + len(self.updates) + 1)
+        count = 256 * (len(self.blocks) + len(self.updates) + 1)
+        for block in self.blocks:
+            count += block.keys.nbytes + (0 if block.errors is None else block.errors.nbytes)
+        for update in self.updates:
+            if update.gradient is not None:
+                count += update.gradient.nbytes
+        for rows in self.rows:
+            for values in rows.columns.values():
+                count += values.nbytes if isinstance(values, np.ndarray) else 64 * rows.count
+        return count
