@@ -24,7 +24,7 @@ def ledgers(dtype: torch.dtype = torch.float32) -> list[ParameterLedger]:
 
 def look_all(made: list[ParameterLedger], tensors: list[torch.Tensor]) -> list[Looked]:
     looks = Looks(made)
-    looks.before_update(tensors, [None] * len(made), [0.0] * len(made))
+    looks.before_update(tensors, [None] * len(made))
     return [looks.seen(place) for place in range(len(made))]
 
 
@@ -119,7 +119,7 @@ def test_gradients_and_parameters_are_looked_at_in_one_go() -> None:
     for turn in range(2 * PARTS):
         if turn == PARTS:
             made[0].parameter.data[-1] += 10
-        _, same = looks.before_update(tensors, [None] * len(made), [0.0] * len(made))
+        _, same = looks.before_update(tensors, [None] * len(made))
         told.append(same)
         assert same or [one.number for one in made if one.changed()] == [0]
     assert told.count(False) == 1
@@ -143,9 +143,10 @@ def test_a_gradient_that_is_not_there_changes_nothing_for_the_others() -> None:
     looks, tensors = remembering(made), like(made)
     links = [Link(None, looks_like.copy(), 1.0, 0) for looks_like in look_all(made, tensors)]
     some = [None if place == 2 else tensor for place, tensor in enumerate(tensors)]
-    found, _ = looks.before_update(some, links, [one.roundoff for one in made])
+    looks.before_update(some, links)
     if kernels() is not None:
-        assert all(one is not None and one.explained for place, one in enumerate(found) if place != 2)
+        found = [looks.verdict(place) for place in range(len(made)) if place != 2]
+        assert all(one is not None and one.explained for one in found)
 
 
 random = np.random.default_rng(0)
@@ -184,12 +185,17 @@ def test_verdicts_are_those_of_the_plain_way(added: Looked, scale: float, gradie
     weight = ParameterLedger(1, "weight", nn.Parameter(torch.zeros(20, 1)), 5, vector=False)
     links = [Link(None, added, scale, 0), Link(None, added * float(weight.random[0, 0]), scale, 0)]
     tensors = [torch.tensor(gradient, dtype=torch.float32), torch.tensor(gradient, dtype=torch.float32)[:, None]]
-    looks = Looks([bias, weight])
+    bias.roundoff = weight.roundoff = roundoff
+    looks, ordinary = Looks([bias, weight]), True
     with np.errstate(all="ignore"):
-        found, _ = looks.before_update(tensors, links, [roundoff] * 2)
-        for place, (link, verdict) in enumerate(zip(links, found, strict=True)):
+        usual, _ = looks.before_update(tensors, links)
+        for place, link in enumerate(links):
+            verdict = looks.verdict(place)
             assert verdict is not None
             wanted = explain([link], looks.seen(place), roundoff)
+            ordinary = ordinary and wanted.explained and wanted.determined and wanted.factors != [0.0]
+            assert looks.factors()[place] == pytest.approx((wanted.factors[0], wanted.residual), abs=1e-7, nan_ok=True)
             assert (verdict.explained, verdict.determined) == (wanted.explained, wanted.determined)
             assert verdict.factors == pytest.approx(wanted.factors, rel=1e-14, nan_ok=True)
             assert verdict.residual == pytest.approx(wanted.residual, rel=1e-7, abs=1e-15, nan_ok=True)
+        assert usual == ordinary

@@ -252,8 +252,9 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 }
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
-   ‖x − y‖², for what is seen and what is known. */
-void looks(int64_t count, Look *looks, double *out, double *found, int64_t threads) {
+   ‖x − y‖², for what is seen and what is known. Gives how many verdicts are not the ordinary one: explained, by a factor that means
+   something. */
+int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
         const int64_t rows = look->matrix ? look->rows : 0, from = look->turn < 0 ? 0 : look->turn * look->part;
@@ -264,12 +265,15 @@ void looks(int64_t count, Look *looks, double *out, double *found, int64_t threa
     }
     Looks all = {count, looks, out};
     in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
+    int64_t unusual = 0;
     for (const Look *look = looks; look < looks + count; look++, found += 4) {
         const int64_t n = look->known ? look->some * look->k : 0;
         const double *seen = out + look->at, *known = look->known ? look->known + look->first * look->k : NULL;
-        if (known && look->roundoff != 0)
+        if (known && look->roundoff != 0) {
             explain(n, seen, known, look->scale, look->roundoff, found);
-        else
+            unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
+        } else
             compare_sums(n, seen, known, found);
     }
+    return unusual;
 }

@@ -5,20 +5,21 @@ Everything here happens in an optimizer's hooks, before or after its update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.ledger import LayerLedger, Ledger
+from dualform.record.ledger import LayerLedger, Ledger, ModuleLedger
 from dualform.record.looks import Looks
 from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
@@ -56,6 +57,10 @@ class _Watched:
     looks: Looks
     numbers: list[int]
     """Of the parameters."""
+    modules: list[ModuleLedger]
+    """Those that use them, …"""
+    whole: bool
+    """… and whether they use nothing else."""
     states: list[tuple[ParameterLedger, str, Tensor, int]] = field(default_factory=list)
     """The optimizer's state after its last step, with PyTorch's count of changes."""
 
@@ -96,7 +101,10 @@ class Books:
                 if id(parameter) in parameters
             ]
             ledgers = [ledger for ledger, _ in found]
-            watched = _Watched(list(groups), now, found, Looks(ledgers), [ledger.number for ledger in ledgers])
+            modules = [one for one in self._ledger.modules if any(p in ledgers for p in one.parameters)]
+            whole = all(p in ledgers for one in modules for p in one.parameters)
+            looks, numbers = Looks(ledgers), [ledger.number for ledger in ledgers]
+            watched = _Watched(list(groups), now, found, looks, numbers, modules, whole)
             if known is not None:
                 known.looks.hand_out()
                 watched.states = known.states
@@ -165,12 +173,51 @@ class Books:
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        replay, optimizer = self._replays[number], self._optimizers[number]
+        watched = self._watch(number)
+        looks, state = watched.looks, self._optimizers[number].state
+        gradients = [parameter.grad for parameter in looks.parameters]
+        usual, same = looks.before_update(gradients, [_only_pass(ledger) for ledger in looks.ledgers])
+        self._settle_changes(step, {number: same})
         # A loss scaler may leave the division to a fused optimizer
-        unscaled = 1 / float(getattr(optimizer, "grad_scale", None) or 1.0)
-        audited = self._audit(number, step)
-        common = _common_factor(audited)
-        elementwise = replay is not None and KINDS[replay.kind].elementwise
+        scale = getattr(self._optimizers[number], "grad_scale", None)
+        replay = self._replays[number]
+        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
+        settings = [
+            replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
+            for ledger, group in watched.entries
+        ]
+        if usual and scale is None and watched.whole and self._write_usual(number, step, watched, settings):
+            return
+        audited = list(self._audit(step, looks, gradients, settings))
+        self._write(number, step, audited, 1 / float(scale or 1.0))
+
+    def _write_usual(
+        self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]]
+    ) -> bool:
+        """Write down an update by the gradients of a single backward pass, of whole layers; False: it is none."""
+        looks, kind = watched.looks, self._kind(number)
+        (task, *others) = {ledger.links[0].task for ledger in looks.ledgers} or {-1}
+        if others or task in self._backward_of:
+            return False
+        for module in watched.modules:
+            for layer in module.layers:
+                self._store(layer, task, step)
+                layer.forget()
+        self._ledger.spent.update(watched.modules)
+        earlier = [0.0] * self._backward_of.setdefault(task, len(self._backward_of))
+        told = zip(looks.ledgers, settings, looks.factors(), strict=True)
+        for place, (ledger, its_settings, (factor, residual)) in enumerate(told):
+            ledger.links.clear()
+            kept = None
+            if self._keeps_gradient(ledger):  # it is seen as it is
+                kept = looks.seen(place).astype(np.float32).reshape(ledger.parameter.shape)
+            step.updates.append(records.Update(ledger.number, kind, its_settings, [*earlier, factor], residual, kept))
+        return True
+
+    def _write(self, number: int, step: records.Step, audited: list[_Audited], unscaled: float) -> None:
+        """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
+        common, kind = _common_factor(audited), self._kind(number)
+        elementwise = kind in KINDS and KINDS[kind].elementwise
         for one in audited:
             verdict, times = one.verdict, unscaled
             if not verdict.determined:
@@ -183,7 +230,7 @@ class Books:
                 if factor != 0:
                     one.factors[link.task] = factor * times
         self._store_slots({one.ledger.number: one.factors for one in audited}, step)
-        kind, numbers = replay.kind if replay else type(optimizer).__name__, self._backward_of
+        numbers = self._backward_of
         for one in audited:
             ledger = one.ledger
             listed = [0.0] * (1 + max([numbers[task] for task in one.factors], default=-1))
@@ -193,35 +240,30 @@ class Books:
             kept = _copied(one.gradient, unscaled) if self._keeps_gradient(ledger) else None
             step.updates.append(records.Update(ledger.number, kind, one.settings, listed, one.verdict.residual, kept))
 
+    def _kind(self, number: int) -> str:
+        replay = self._replays[number]
+        return replay.kind if replay else type(self._optimizers[number]).__name__
+
     def _keeps_gradient(self, ledger: ParameterLedger) -> bool:
         return not ledger.is_matrix and self._keep != "keys"
 
-    def _audit(self, number: int, step: records.Step) -> list[_Audited]:
-        """Look at gradients and parameters: do the slots explain the gradients, and has nothing else changed the parameters?"""
-        replay, state, watched = self._replays[number], self._optimizers[number].state, self._watch(number)
-        looks, found = watched.looks, list[_Audited]()
-        gradients = [parameter.grad for parameter in looks.parameters]
-        links = [[link for link in ledger.links if link.counted] for ledger in looks.ledgers]
-        # To be judged at once: what a single backward pass has made, in the parameter's own type
-        only = [some[0] if len(some) == 1 and some[0].audited and not some[0].roundoff else None for some in links]
-        verdicts, same = looks.before_update(gradients, only, [ledger.roundoff for ledger in looks.ledgers])
-        self._settle_changes(step, {number: same})
-        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
-        for place, (ledger, group) in enumerate(watched.entries):
-            gradient, some, verdict = gradients[place], links[place], verdicts[place]
+    def _audit(
+        self, step: records.Step, looks: Looks, gradients: list[Tensor | None], settings: list[dict[str, float]]
+    ) -> Iterator[_Audited]:
+        """Do the slots explain the gradients that were looked at?"""
+        for place, (ledger, gradient) in enumerate(zip(looks.ledgers, gradients, strict=True)):
             if gradient is None:
                 continue
-            settings = replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
+            links, verdict = [link for link in ledger.links if link.counted], looks.verdict(place)
             if verdict is None:
-                unit = max([ledger.roundoff, *[link.roundoff for link in some]])
+                unit = max([ledger.roundoff, *[link.roundoff for link in links]])
                 if unit > ledger.roundoff:
-                    settings["autocast"] = unit
-                audited = all(link.audited for link in some)
-                verdict = audit.explain(some, looks.seen(place), unit) if audited else audit.unaudited(some)
+                    settings[place]["autocast"] = unit
+                audited = all(link.audited for link in links)
+                verdict = audit.explain(links, looks.seen(place), unit) if audited else audit.unaudited(links)
             if not verdict.explained:
-                self._unexplained(step, ledger, verdict, some)
-            found.append(_Audited(ledger, gradient, some, verdict, settings))
-        return found
+                self._unexplained(step, ledger, verdict, links)
+            yield _Audited(ledger, gradient, links, verdict, settings[place])
 
     def _store_slots(self, tasks: Mapping[int, Iterable[int]], step: records.Step) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; forget the others."""
@@ -305,6 +347,15 @@ class Books:
             )
         for layer in layers:
             step.marks.setdefault(layer, what)
+
+
+def _only_pass(ledger: ParameterLedger) -> Link | None:
+    """The only backward pass that has added to a gradient, in the parameter's own type; None: there are others, or none."""
+    links = ledger.links
+    if len(links) != 1:
+        return None
+    link = links[0]
+    return link if link.counted and link.audited and not link.roundoff else None
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:

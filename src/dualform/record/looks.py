@@ -38,46 +38,51 @@ class Looks:
         self._gradients, self._parts = self._before[:count], self._before[count:]
         self._parts[:, 5] += self._size
         self._bounds = self._gradients.view(np.float64)
+        self._bounds[:, ROUNDOFF] = [one.roundoff for one in ledgers]
         self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, 4))
         self._offsets = 8 * starts
         self._before_at, self._parts_at, self._after_at = map(address, (self._before, self._parts, self._after))
         self._seen_at, self._found_at = address(self._seen), address(self._found)
         self._turn, self._turns = 1, np.array([one.turns for one in ledgers], np.int64)
         self._arena = Arena()
+        self._judged: list[list[float] | None] = []
         self._looked: list[Looked | None] | None = None
         self._remembered: tuple[list[tuple[int, int]], Seen] | None = None
         """The parameters' marks after their last update, and what they looked like; None: their ledgers know."""
 
-    def before_update(
-        self, gradients: Sequence[Tensor | None], links: Sequence[Link | None], units: Sequence[float]
-    ) -> tuple[list[Verdict | None], bool]:
+    def before_update(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> tuple[bool, bool]:
         """Look at the gradients, and at a part of the parameters.
 
-        links: the backward pass that made a gradient, if it was a single one; units: its roundoff. Gives the verdicts on these, as far
-        as they were found (else see `seen`), and whether nothing has changed the parameters, for sure.
+        links: the backward pass that made a gradient, if it was a single one. Gives whether each gradient is its pass's, times a factor
+        that means something (`factors`; else see `verdict` and `seen` of each); and whether nothing has changed the parameters, for sure.
         """
         where = _places(gradients) if self._loops is not None else None
         if where is None:
             pairs = zip(self.ledgers, gradients, strict=True)
             self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
-            return [None] * len(self.ledgers), self.unchanged()
-        told, self._looked = self._gradients, None
-        told[:, TENSOR] = where
-        told[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
+            self._judged = [None] * len(self.ledgers)
+            return False, self.unchanged()
+        self._looked = None
+        self._gradients[:, TENSOR] = where
+        self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
         self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
-        self._bounds[:, ROUNDOFF] = units
-        may_be_same = self._parts_told()
-        count = len(where)
-        self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
+        may_be_same, count = self._parts_told(), len(where)
+        unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
         found = self._found.tolist()
-        verdicts = [
-            None if link is None else Verdict([ratio], residual, bool(explained), bool(determined))
-            for link, (ratio, residual, explained, determined) in zip(links, found[:count], strict=True)
-        ]
-        return verdicts, may_be_same and self._same(found[count:])
+        self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
+        return not unusual and None not in links, may_be_same and self._same(found[count:])
+
+    def factors(self) -> list[tuple[float, float]]:
+        """Of each gradient: the factor of its only pass, and the residual."""
+        return [(one[0], one[1]) for one in self._judged if one is not None]
+
+    def verdict(self, place: int) -> Verdict | None:
+        """How its only pass explains a gradient, if that is known."""
+        found = self._judged[place]
+        return None if found is None else Verdict([found[0]], found[1], bool(found[2]), bool(found[3]))
 
     def seen(self, place: int) -> Looked:
-        """What the gradient at this place looked like before the update."""
+        """What a gradient looked like before the update."""
         looked = self._seen[self._places[place]] if self._looked is None else self._looked[place]
         assert looked is not None
         return looked
@@ -135,8 +140,9 @@ class Looks:
         self._turn += 1
         return False
 
-    def _run(self, count: int, told: int, out: int) -> None:
-        self._loops.looks(count, told, out, self._found_at, torch.get_num_threads())
+    def _run(self, count: int, told: int, out: int) -> int:
+        unusual: int = self._loops.looks(count, told, out, self._found_at, torch.get_num_threads())
+        return unusual
 
 
 def _told(one: ParameterLedger, at: int) -> list[int]:
