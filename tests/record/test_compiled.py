@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
+from dualform.native.numbered import Table
 from dualform.record.compiled import Slots, Taking, take_all
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
@@ -28,8 +29,8 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
     return keys, errors, random
 
 
-def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error") -> Slots:
-    return Slots(keys, errors, Taking(random.data_ptr(), random.shape[1], "key", kept))
+def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error", *, named: bool = False) -> Slots:
+    return Slots(keys, errors, Taking(random.data_ptr(), random.shape[1], "key", kept), named)
 
 
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: str | None = "error") -> Slots:
@@ -156,3 +157,19 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
             assert mine.exponents is theirs.exponents is None or torch.equal(mine.exponents, theirs.exponents)
         assert one.added == pytest.approx(other.added, rel=1e-6, abs=1e-5 * one.error_norm * (1 + one.key_norm))
         assert one.projected_norm == pytest.approx(other.projected_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_names_are_those_of_the_keys_as_they_are_stored(threads: int, dtype: str) -> None:
+    keys, errors, random = drawn(128, 300, 90, 1)
+    keys[7] = keys[3]
+    call, pool = slots(keys, errors, random, named=True), Pool()
+    take_all([call], dtype, pool, Arena())
+    copy = call.key_copy
+    assert copy is not None
+    assert copy.names is not None
+    plain = Table.names(copy.data.numpy(), None if copy.exponents is None else copy.exponents.numpy())
+    assert (copy.names.numpy().view(np.uint64) == plain).all()
+    assert (plain[7] == plain[3]).all()
+    # Who takes memory without writing names gets none to be read
+    assert pool.take("key", 128, 300, copy.data.dtype).names is None

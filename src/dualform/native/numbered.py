@@ -1,4 +1,4 @@
-"""Numbers of vectors by their content, in one loop in C: their names never become objects of Python."""
+"""Numbers of vectors by their content, in C: their names never become objects of Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dualform.native.kernels import kernels
+from dualform.native.kernels import address, kernels
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+NamesOf = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Table:
@@ -20,25 +21,24 @@ class Table:
     def __len__(self) -> int:
         return self._count
 
-    def number(
-        self,
-        rows: np.ndarray[Any, Any],
-        seeds: np.ndarray[Any, np.dtype[np.int16]] | None,
-        following: int,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Ints, Ints]:
-        """The number of each row (n,), and the places of those that are new.
+    @staticmethod
+    def names(rows: np.ndarray[Any, Any], seeds: np.ndarray[Any, np.dtype[np.int16]] | None) -> NamesOf:
+        """The name of each row (n, 2)."""
+        rows, found = np.ascontiguousarray(rows), np.empty((len(rows), 2), np.uint64)
+        given = None if seeds is None else address(seeds)
+        kernels().named(len(rows), rows.nbytes // max(len(rows), 1), address(rows), given, address(found))
+        return found
+
+    def number(self, names: NamesOf, following: int, *, in_place: bool = False) -> tuple[Ints, Ints]:
+        """The number of each name (n,), and the places of those that are new.
 
         New ones are numbered from `following` on. in_place: a new one has the number following + its place.
         """
-        rows = np.ascontiguousarray(rows)
-        self._make_room(len(rows))
-        numbers, places = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        self._make_room(len(names))
+        numbers, places = np.empty(len(names), np.int64), np.empty(len(names), np.int64)
         count = kernels().numbered(
-            *(len(rows), rows.nbytes // max(len(rows), 1), rows.ctypes.data),
-            *(None if seeds is None else seeds.ctypes.data, self._entries.ctypes.data, len(self._entries)),
-            *(following, in_place, numbers.ctypes.data, places.ctypes.data),
+            *(len(names), address(names), address(self._entries), len(self._entries)),
+            *(following, in_place, address(numbers), address(places)),
         )
         self._count += count
         return numbers, places[:count]
@@ -50,5 +50,5 @@ class Table:
             capacity *= 2
         if capacity > len(self._entries):
             larger = np.zeros((capacity, 3), np.uint64)
-            kernels().moved(self._entries.ctypes.data, len(self._entries), larger.ctypes.data, capacity)
+            kernels().moved(address(self._entries), len(self._entries), address(larger), capacity)
             self._entries = larger

@@ -1,5 +1,5 @@
 /* Recording: the slots of a backward pass, and looks at gradients and weights. */
-#include "loops.h"
+#include "names.h"
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { SLACK = 64 };                           /* as in record/audit.py */
@@ -71,6 +71,7 @@ typedef struct {
     int16_t *key_exponents;
     char *stored_errors;
     int16_t *error_exponents;
+    uint64_t *names; /* of the keys as they are stored, (n, 2); NULL: none */
     double *sums;
 } Call;
 
@@ -101,6 +102,9 @@ static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) 
             }
             store(key, key_square, d_in, 1, s->stored_keys + width * (size_t)((low + i) * d_in),
                   s->key_exponents ? s->key_exponents + low + i : NULL);
+            if (s->names)
+                name_of((unsigned char *)s->stored_keys + width * (size_t)((low + i) * d_in), (int64_t)width * d_in,
+                        s->key_exponents ? (uint16_t)s->key_exponents[low + i] : 0, s->names + 2 * (low + i));
             if (s->stored_errors)
                 store(error, error_square, d_out, 0, s->stored_errors + width * (size_t)((low + i) * d_out),
                       s->error_exponents ? s->error_exponents + low + i : NULL);

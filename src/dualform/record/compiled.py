@@ -17,7 +17,7 @@ from dualform.native.kernels import is_plain, kernels
 from dualform.store.encoding import TORCH, Encoded, Pool
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
-NOWHERE = (0, 0)
+NOWHERE = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Slots:
     errors: Tensor
     """(n, d_out)."""
     how: Taking
+    named: bool = False
+    """Whether its keys get names, by which equal ones are found."""
     taken: bool = False
     """Whether there is anything of the following; else they are to be taken in the plain way."""
     added: Sums = field(init=False)
@@ -68,11 +70,14 @@ def take_all(calls: Sequence[Slots], dtype: str, pool: Pool, arena: Arena) -> No
         if not (is_plain(keys) and is_plain(errors)):
             continue
         (count, d_in), d_out = keys.shape, errors.shape[1]
-        call.key_copy = pool.take(how.key_name, count, d_in, kind)
-        call.error_copy = None if how.error_name is None else pool.take(how.error_name, count, d_out, kind)
-        error_places = NOWHERE if call.error_copy is None else call.error_copy.places
-        where = keys.data_ptr(), errors.data_ptr(), how.random, *call.key_copy.places, *error_places, 0
-        table.extend((count, d_in, d_out, how.k, *where))
+        key_copy = call.key_copy = pool.take(how.key_name, count, d_in, kind, named=call.named)
+        error_copy = call.error_copy = None if how.error_name is None else pool.take(how.error_name, count, d_out, kind)
+        (key_at, key_exponents, names), (error_at, error_exponents, _) = (
+            key_copy.places,
+            NOWHERE if error_copy is None else error_copy.places,
+        )
+        table.extend((count, d_in, d_out, how.k, keys.data_ptr(), errors.data_ptr(), how.random))
+        table.extend((key_at, key_exponents, error_at, error_exponents, names, 0))
         size += (how.k + 1) * d_out + 3
         todo.append(call)
         ends.append(size)

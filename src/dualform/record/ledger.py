@@ -153,7 +153,7 @@ class LayerLedger:
 
     def vectors(self, visit: Visit, rows: int, positions: int, keys: Tensor, errors: Tensor) -> Arrived:
         """The same, where there are keys and error signals, a row for each slot."""
-        slots = None if self.taking is None else Slots(keys, errors, self.taking)
+        slots = None if self.taking is None else Slots(keys, errors, self.taking, self._may_repeat(visit))
         return Arrived(self, visit, rows, positions, (), keys, errors, slots)
 
     def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
@@ -200,11 +200,14 @@ class LayerLedger:
             at = slots.at + added[:-1].nbytes
             self.uses[1][1].link(task).add(added[-1], slots.error_norm * math.sqrt(count), at)
 
+    def _may_repeat(self, visit: Visit) -> bool:
+        return visit.from_data and self._keys_may_repeat
+
     def _call(self, task: int, arrived: Arrived) -> Call:
         """Enter a call."""
         visit = arrived.visit
         assert visit.batch is not None
-        may_repeat = self._keys_may_repeat and visit.from_data
+        may_repeat = self._may_repeat(visit)
         call = Call(visit.serial, visit.batch, arrived.rows, arrived.positions, arrived.shape, may_repeat)
         self.calls.setdefault(task, []).append(call)
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -48,13 +49,14 @@ def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Se
         equal.stored += sum(len(block.keys.data) for block in blocks)
         return _vectors(f"{layer}.key", [block.keys for block in blocks])
     numbers, new = [], []
-    for block in blocks:
-        numbered, places = equal.number(block.keys, may_repeat=block.may_repeat)
-        numbers.append(numbered)
-        if places is None or len(places) == len(block.keys.data):
-            new.append(block.keys)
-        elif len(places):
-            new.append(block.keys.take(places))
+    for may_repeat, some in groupby(blocks, lambda block: block.may_repeat):
+        for keys in _joined([block.keys for block in some]):
+            numbered, places = equal.number(keys, may_repeat=may_repeat)
+            numbers.append(numbered)
+            if places is None or len(places) == len(keys.data):
+                new.append(keys)
+            elif len(places):
+                new.append(keys.take(places))
     return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
 
 

@@ -39,15 +39,16 @@ class Encoded:
     """The memory that `data` is a part of, if it goes back to a pool, …"""
     first: int = 0
     """… and its first row there."""
+    names: Tensor | None = None
+    """128 bits that tell each vector as it is stored, (n, 2) int64; None: they are not known."""
     nbytes: int = field(init=False)
     """How much memory it takes."""
-    places: tuple[int, int] = field(init=False)
-    """Where vectors and exponents begin in memory; 0: there are none."""
+    places: tuple[int, int, int] = field(init=False)
+    """Where vectors, exponents and names begin in memory; 0: there are none."""
 
     def __post_init__(self) -> None:
-        data, exponents = self.data, self.exponents
-        self.nbytes = data.nbytes + (0 if exponents is None else exponents.nbytes)
-        self.places = data.data_ptr(), 0 if exponents is None else exponents.data_ptr()
+        self.nbytes = self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
+        self.places = self.data.data_ptr(), _place(self.exponents), _place(self.names)
 
     def scales(self, places: slice | Tensor) -> Tensor | None:
         """The exponents of some of the vectors."""
@@ -81,13 +82,19 @@ class Encoded:
         return Encoded(self.data[which], self.scales(which))
 
 
+def _place(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @dataclass(eq=False, slots=True)
 class Slab:
     """A stretch of memory that is filled step by step; goes round once all its parts have been given back."""
 
     memory: Tensor
     exponents: Tensor | None
-    """… and the powers of two of its vectors, (rows,), where they have any."""
+    """… the powers of two of its vectors, (rows,), where they have any, …"""
+    names: Tensor | None
+    """… and their names, (rows, 2), where they get some."""
     rows: int
     width: int
     dtype: torch.dtype
@@ -97,6 +104,10 @@ class Slab:
     """It cut into parts as long as the first one, for batches that are all alike: made once."""
     length: int = 0
     """How long they are."""
+
+    def fits(self, width: int, dtype: torch.dtype, named: bool) -> bool:
+        """Whether such vectors go into it. Names that nobody has written are none: so nobody gets room for them who did not ask."""
+        return self.width == width and self.dtype is dtype and (self.names is not None) is named
 
     def taken(self, rows: int) -> Encoded:
         """The next rows."""
@@ -111,7 +122,8 @@ class Slab:
     def part(self, low: int, rows: int) -> Encoded:
         """Some of its rows."""
         exponents = None if self.exponents is None else self.exponents[low : low + rows]
-        return Encoded(self.memory[low : low + rows], exponents, self, low)
+        names = None if self.names is None else self.names[low : low + rows]
+        return Encoded(self.memory[low : low + rows], exponents, self, low, names)
 
 
 class Pool:
@@ -121,21 +133,21 @@ class Pool:
     """
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Slab]] = defaultdict(list)
+        self._free: dict[tuple[int, int, torch.dtype, bool], list[Slab]] = defaultdict(list)
         self._filling: dict[str, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Encoded:
-        """Room for some vectors (count, width), with any content."""
+    def take(self, name: str, count: int, width: int, dtype: torch.dtype, *, named: bool = False) -> Encoded:
+        """Room for some vectors (count, width), with any content. named: and for their names."""
         with self._lock:
             slab = self._filling.get(name)
-            if slab is None or slab.width != width or slab.dtype is not dtype or slab.used + count > slab.rows:
+            if slab is None or slab.used + count > slab.rows or not slab.fits(width, dtype, named):
                 if slab is not None and not slab.out:
                     self._keep(slab)
-                slab = self._filling[name] = self._slab(count, width, dtype)
+                slab = self._filling[name] = self._slab(count, width, dtype, named)
             return slab.taken(count)
 
     def like(self, wanted: Wanted, dtype: torch.dtype) -> Encoded:
@@ -164,22 +176,23 @@ class Pool:
                 if not slab.out and not any(slab is one for one in self._filling.values()):
                     self._keep(slab)
 
-    def _slab(self, count: int, width: int, dtype: torch.dtype) -> Slab:
+    def _slab(self, count: int, width: int, dtype: torch.dtype, named: bool) -> Slab:
         # Small layers get small slabs: a large network has hundreds of them
         fitting = self._slab_bytes // max(1, width * dtype.itemsize)
         rows = max(count, min(fitting, BLOCKS * count))
-        free = self._free[torch.Size([rows, width]), dtype]
+        free = self._free[rows, width, dtype, named]
         if free:
             slab = free.pop()
             self._bytes -= slab.memory.nbytes
             return slab
         exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
-        return Slab(_aligned(rows, width, dtype), exponents, rows, width, dtype)
+        names = torch.empty(rows, 2, dtype=torch.int64) if named else None
+        return Slab(_aligned(rows, width, dtype), exponents, names, rows, width, dtype)
 
     def _keep(self, slab: Slab) -> None:
         if self._bytes + slab.memory.nbytes <= self._most:
             slab.used = 0
-            self._free[slab.memory.shape, slab.memory.dtype].append(slab)
+            self._free[slab.rows, slab.width, slab.dtype, slab.names is not None].append(slab)
             self._bytes += slab.memory.nbytes
 
 

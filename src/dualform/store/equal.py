@@ -29,7 +29,7 @@ class EqualKeys:
 
     def learn(self, keys: Encoded, first: int) -> None:
         """Keys that are stored already, from number `first` on."""
-        self._known.number(*_content(keys), first, in_place=True)
+        self._known.number(self._names(keys), first, in_place=True)
 
     def number(self, keys: Encoded, *, may_repeat: bool) -> tuple[Ints, Ints | None]:
         """The number of each key (n,), and the places of those that are new (None: all of them)."""
@@ -37,13 +37,18 @@ class EqualKeys:
         if not may_repeat or self._gave_up:
             self.stored += count
             return np.arange(self.stored - count, self.stored), None
-        numbers, places = self._known.number(*_content(keys), self.stored)
+        numbers, places = self._known.number(self._names(keys), self.stored)
         self.stored += len(places)
         self._asked += count
         if len(self._known) > PATIENCE and self._asked < 1.01 * len(self._known):
             self._known = _known()
             self._gave_up = True
         return numbers, places
+
+    def _names(self, keys: Encoded) -> Any:
+        if keys.names is not None and isinstance(self._known, Table):
+            return keys.names.numpy()
+        return self._known.names(keys.data.numpy(), None if keys.exponents is None else keys.exponents.numpy())
 
 
 class Names:
@@ -55,18 +60,15 @@ class Names:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def number(
-        self,
-        rows: np.ndarray[Any, Any],
-        seeds: np.ndarray[Any, np.dtype[np.int16]] | None,
-        following: int,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Ints, Ints]:
-        """The number of each row (n,), and the places of those that are new."""
+    @staticmethod
+    def names(rows: np.ndarray[Any, Any], seeds: np.ndarray[Any, np.dtype[np.int16]] | None) -> list[bytes]:
+        """The name of each row."""
         # A 128-bit digest, seeded with the exponent. No loop of Python's own: it would hold up the training
         given = [0] * len(rows) if seeds is None else seeds.tolist()
-        names = list(map(xxhash.xxh3_128_digest, np.ascontiguousarray(rows).view(np.uint8), given))
+        return list(map(xxhash.xxh3_128_digest, np.ascontiguousarray(rows).view(np.uint8), given))
+
+    def number(self, names: list[bytes], following: int, *, in_place: bool = False) -> tuple[Ints, Ints]:
+        """The number of each name (n,), and the places of those that are new."""
         known = self._numbers
         new = dict.fromkeys(filterfalse(known.__contains__, names))
         if in_place:
@@ -81,7 +83,3 @@ class Names:
 
 def _known() -> Table | Names:
     return Names() if kernels() is None else Table()
-
-
-def _content(keys: Encoded) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.int16]] | None]:
-    return keys.data.numpy(), None if keys.exponents is None else keys.exponents.numpy()
