@@ -153,13 +153,13 @@ void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
 }
 
 /* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is;
-   matrix NULL: nothing. Of its parts of so many rows only the one whose turn it is, if that is one (turn >= 0). */
+   matrix NULL: nothing. */
 typedef struct {
     const float *matrix, *random;
     int64_t rows, columns, k;
     int64_t at;          /* where what is seen goes */
     const double *known; /* what it is to be compared with, or NULL */
-    int64_t part, turn;
+    int64_t part, turns; /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
     double scale, roundoff; /* of what is known, as an audit.Link has them; roundoff 0: no verdict is wanted */
     /* Found by looks(): its first row, and how many there are */
     int64_t first, some;
@@ -256,13 +256,13 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 }
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
-   ‖x − y‖², for what is seen and what is known. Gives how many verdicts are not the ordinary one: explained, by a factor that means
-   something. */
-int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t threads) {
+   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at. Gives how many verdicts are not the ordinary one:
+   explained, by a factor that means something. */
+int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
-        const int64_t rows = look->matrix ? look->rows : 0, from = look->turn < 0 ? 0 : look->turn * look->part;
-        const int64_t most = look->turn < 0 ? rows : look->part;
+        const int64_t rows = look->matrix ? look->rows : 0, from = look->turns ? turn % look->turns * look->part : 0;
+        const int64_t most = look->turns ? look->part : rows;
         look->first = from < rows ? from : rows;
         look->some = rows - look->first < most ? rows - look->first : most;
         products += look->some * cost(look);

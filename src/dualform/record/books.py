@@ -164,9 +164,9 @@ class Books:
         """Remember what parameters and optimizer state look like after an update."""
         for number in numbers:
             watched = self._watch(number)
-            looks, seen = watched.looks, watched.looks.remember()
+            fingerprints = watched.looks.remember()
             if step is not None:
-                step.after.append(records.After(watched.numbers, looks.mixed, seen, looks.owners))
+                step.after.update(zip(watched.numbers, fingerprints, strict=True))
             watched.states = [(*one, one[2]._version) for one in self._state_of(number, watched)]
 
     # A step

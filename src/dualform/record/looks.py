@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.arena import Arena
 from dualform.native.kernels import address, is_plain, kernels
-from dualform.record.audit import Looked, Seen, Verdict
+from dualform.record.audit import Looked, Verdict
 from dualform.record.parameters import Link, ParameterLedger, mark_of
 
-TENSOR, KNOWN, TURN, SCALE, ROUNDOFF, FIELDS = 0, 6, 8, 9, 10, 13
+TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
 """Some of the numbers that the loop is told of a tensor, and how many there are."""
 
 
@@ -23,32 +22,34 @@ class Looks:
 
     def __init__(self, ledgers: Sequence[ParameterLedger]):
         self.ledgers, self.parameters = list(ledgers), [one.parameter for one in ledgers]
+        self._numels = [one.parameter.numel() for one in ledgers]
         self._loops: Any = kernels() if all(one.in_columns for one in ledgers) else None
         sizes = np.array([one.rows * one.columns for one in ledgers], np.int64)
         ends, self._size, count = np.cumsum(sizes), int(sizes.sum()), len(self.ledgers)
         starts = ends - sizes
         self._places = [slice(end - size, end) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
-        self.mixed = np.concatenate([np.empty(0), *[one.mixed for one in ledgers]])
-        self.owners = np.repeat(np.arange(count), sizes)
-        """Of what is seen of all parameters, one after the other: whose it is."""
+        self._mixed = np.concatenate([np.empty(0), *[one.mixed for one in ledgers]])
         told = np.array([_told(one, start) for one, start in zip(ledgers, starts, strict=True)], np.int64)
         told = told.reshape(count, FIELDS)
         # Before an update: the gradients, and parts of the parameters, which are compared with what they were
-        self._before, self._after = np.concatenate([told, told]), told
+        self._before, self._after = np.concatenate([told, told]), told.copy()
         self._gradients, self._parts = self._before[:count], self._before[count:]
-        self._parts[:, 5] += self._size
         self._bounds = self._gradients.view(np.float64)
         self._bounds[:, ROUNDOFF] = [one.roundoff for one in ledgers]
+        self._parts[:, AT] += self._size
+        self._parts[:, TURNS] = [one.turns for one in ledgers]
         self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, 4))
-        self._offsets = 8 * starts
+        self._remembered = np.empty(self._size)
+        """What the parameters looked like after their last update."""
+        self._parts[:, KNOWN] = address(self._remembered) + 8 * starts
+        self._after[:, KNOWN] = address(self._mixed) + 8 * starts  # gives r · (W R)
         self._before_at, self._parts_at, self._after_at = map(address, (self._before, self._parts, self._after))
-        self._seen_at, self._found_at = address(self._seen), address(self._found)
-        self._turn, self._turns = 1, np.array([one.turns for one in ledgers], np.int64)
-        self._arena = Arena()
+        self._seen_at, self._found_at, self._remembered_at = map(address, (self._seen, self._found, self._remembered))
+        self._turn = 1
+        self._marks: list[tuple[int, int]] | None = None
+        """The parameters' marks then; None: their ledgers know what they looked like."""
         self._judged: list[list[float] | None] = []
         self._looked: list[Looked | None] | None = None
-        self._remembered: tuple[list[tuple[int, int]], Seen] | None = None
-        """The parameters' marks after their last update, and what they looked like; None: their ledgers know."""
 
     def before_update(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> tuple[bool, bool]:
         """Look at the gradients, and at a part of the parameters.
@@ -56,7 +57,7 @@ class Looks:
         links: the backward pass that made a gradient, if it was a single one. Gives whether each gradient is its pass's, times a factor
         that means something (`factors`; else see `verdict` and `seen` of each); and whether nothing has changed the parameters, for sure.
         """
-        where = _places(gradients) if self._loops is not None else None
+        where = self._where(gradients) if self._loops is not None else None
         if where is None:
             pairs = zip(self.ledgers, gradients, strict=True)
             self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
@@ -66,7 +67,7 @@ class Looks:
         self._gradients[:, TENSOR] = where
         self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
         self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
-        may_be_same, count = self._parts_told(), len(where)
+        may_be_same, count = self._may_be_same(), len(where)
         unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
         found = self._found.tolist()
         self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
@@ -87,45 +88,49 @@ class Looks:
         assert looked is not None
         return looked
 
-    def remember(self) -> Seen:
-        """The parameters have just been updated. Gives what is seen of all of them, one after the other."""
-        where = _places(self.parameters) if self._loops is not None else None
+    def remember(self) -> list[float]:
+        """The parameters have just been updated. Gives their fingerprints."""
+        where = self._where(self.parameters) if self._loops is not None else None
         if where is None:
-            self._remembered = None
+            self._marks = None
             for ledger in self.ledgers:
                 ledger.remember()
-            return np.concatenate([np.empty(0), *[ledger.seen for ledger in self.ledgers]])
-        seen, at = self._arena.take(self._size)
-        self._after[:, TENSOR] = where
-        self._run(len(where), self._after_at, at)
-        self._remembered = [mark_of(one) for one in self.parameters], seen
-        self._parts[:, KNOWN] = at + self._offsets
-        return seen
+            return [ledger.fingerprint for ledger in self.ledgers]
+        self._after[:, TENSOR] = self._parts[:, TENSOR] = where
+        self._run(len(where), self._after_at, self._remembered_at)
+        self._marks = [(one._version, at) for one, at in zip(self.parameters, where, strict=True)]
+        return [found[1] for found in self._found[: len(where)].tolist()]
 
     def unchanged(self) -> bool:
         """Whether nothing has changed, for sure. Else each is to be asked itself: it may be rounding, or there and back."""
-        if not self._parts_told():
+        if not self._may_be_same():
             return False
         self._run(len(self._parts), self._parts_at, self._seen_at)
         return self._same(self._found[: len(self._parts)].tolist())
 
     def hand_out(self) -> None:
         """Let each ledger know what was remembered."""
-        if self._remembered is not None:
-            marks, seen = self._remembered
-            for ledger, place, mark in zip(self.ledgers, self._places, marks, strict=True):
-                ledger.remembered(seen[place], mark, self._turn % ledger.turns)
+        if self._marks is not None:
+            for ledger, place, mark in zip(self.ledgers, self._places, self._marks, strict=True):
+                ledger.remembered(self._remembered[place].copy(), mark, self._turn % ledger.turns)
 
-    def _parts_told(self) -> bool:
-        """Tell the loop of those parts of the parameters whose turn it is, if they may be what they were."""
-        if self._remembered is None:
+    def _may_be_same(self) -> bool:
+        """Whether PyTorch has counted no change since the parameters were remembered."""
+        if self._marks is None:
             return False
-        marks = self._remembered[0]
-        if [mark_of(one) for one in self.parameters] != marks:
-            return self._ask_each()
-        self._parts[:, TENSOR] = [at for _, at in marks]
-        self._parts[:, TURN] = self._turn % self._turns
-        return True
+        return [mark_of(one) for one in self.parameters] == self._marks or self._ask_each()
+
+    def _where(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
+        """Where each begins in memory (0: it is not there); None: not all of them are plain."""
+        found = []
+        for tensor, numel in zip(tensors, self._numels, strict=True):
+            if tensor is None:
+                found.append(0)
+            elif is_plain(tensor) and tensor.numel() == numel:
+                found.append(tensor.data_ptr())
+            else:
+                return None
+        return found
 
     def _same(self, found: list[list[float]]) -> bool:
         """Whether the parts that were just compared are what they were. found: their sums."""
@@ -141,23 +146,10 @@ class Looks:
         return False
 
     def _run(self, count: int, told: int, out: int) -> int:
-        unusual: int = self._loops.looks(count, told, out, self._found_at, torch.get_num_threads())
+        unusual: int = self._loops.looks(count, told, out, self._found_at, self._turn, torch.get_num_threads())
         return unusual
 
 
 def _told(one: ParameterLedger, at: int) -> list[int]:
     random = one.random.data_ptr() if one.is_matrix else 0
-    return [0, random, one.rows, one.random.shape[0], one.columns, at, 0, one.part, -1, 0, 0, 0, 0]
-
-
-def _places(tensors: Sequence[Tensor | None]) -> list[int] | None:
-    """Where each begins in memory (0: it is not there); None: not all of them are plain."""
-    found = []
-    for tensor in tensors:
-        if tensor is None:
-            found.append(0)
-        elif is_plain(tensor):
-            found.append(tensor.data_ptr())
-        else:
-            return None
-    return found
+    return [0, random, one.rows, one.random.shape[0], one.columns, at, 0, one.part, 0, 0, 0, 0, 0]

@@ -62,24 +62,6 @@ class Update:
     """The gradient itself, kept for biases."""
 
 
-@dataclass(slots=True)
-class After:
-    """What the weights of some parameters look like after their update: of each one number is written down, r · (W R)."""
-
-    parameters: list[int]
-    mixed: Array
-    """r of each, one after the other."""
-    seen: Array
-    """W R."""
-    owners: Array
-    """The place in `parameters` of each."""
-
-    def told(self) -> dict[int, float]:
-        """The number of each parameter."""
-        sums = np.bincount(self.owners, self.mixed * self.seen, len(self.parameters))
-        return dict(zip(self.parameters, sums.tolist(), strict=True))
-
-
 @dataclass
 class Step:
     """Everything recorded in one step."""
@@ -89,7 +71,8 @@ class Step:
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     log: dict[str, float] = field(default_factory=dict)
-    after: list[After] = field(default_factory=list)
+    after: dict[int, float] = field(default_factory=dict)
+    """By parameter: one number that tells its weights after the update, r · (W R)."""
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 

@@ -72,7 +72,7 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
         "factors": _lists([u.factors for _, u in lines]),
         "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
-        "after": pl.Series(_after(steps), dtype=pl.Float64),
+        "after": pl.Series([step.after.get(u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
         "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
     }
     for name in settings:
@@ -84,15 +84,6 @@ def _lists(lists: Sequence[Sequence[float]]) -> pl.Series:
     if len({len(one) for one in lists}) == 1 and lists[0]:  # many times as fast as a series of lists
         return pl.Series(np.array(lists, dtype=np.float64)).cast(pl.List(pl.Float64))
     return pl.Series(lists, dtype=pl.List(pl.Float64))
-
-
-def _after(steps: Sequence[Step]) -> list[float | None]:
-    found: list[float | None] = []
-    with np.errstate(all="ignore"):  # what has diverged is written down all the same
-        for step in steps:
-            told = {number: value for after in step.after for number, value in after.told().items()}
-            found += [told.get(update.parameter) for update in step.updates]
-    return found
 
 
 def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
