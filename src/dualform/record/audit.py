@@ -27,7 +27,7 @@ SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Link:
     """One backward pass, as seen through R: what was in .grad before it, and what its slots say was added."""
 

@@ -292,22 +292,9 @@ class Books:
         calls = layer.calls.get(task, [])
         if len(calls) > 1:
             calls.sort(key=lambda call: call.serial)
-        for call, slots in enumerate(calls):
-            assert slots.keys is not None
-            step.blocks.append(
-                records.Block(
-                    layer.number,
-                    backward,
-                    call,
-                    self._rows(slots.batch, step),
-                    slots.rows,
-                    slots.positions,
-                    slots.keys,
-                    slots.errors,
-                    slots.may_repeat,
-                    slots.shape,
-                )
-            )
+        for number, call in enumerate(calls):
+            call.backward, call.call, call.first_row = backward, number, self._rows(call.batch, step)
+            step.blocks.append(call)
         layer.stored.add(task)
 
     def _rows(self, batch: Batch, step: records.Step) -> int:

@@ -20,7 +20,7 @@ RESERVED = (
 KINDS = {"b": "Boolean", "i": "Int64", "u": "Int64", "f": "Float64", "U": "String", "T": "String"}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Batch:
     """One batch() call: how many rows, and their columns."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,15 @@ from dualform.record.columns import Batch
 from dualform.record.compiled import Slots, Taking, take_all
 from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
+from dualform.store.records import Block
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
 HELD = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 HALVES = (torch.float16, torch.bfloat16)
+NOTHING = Encoded(torch.empty(0, 0), None)
+"""Vectors that are yet to be copied."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,11 @@ class Visit:
 
 
 @dataclass(slots=True)
-class Call:
-    """A visit whose error signals have arrived: its slots, copied with those of other calls."""
+class Call(Block):
+    """A visit whose error signals have arrived: its slots, copied with those of other calls. Its place in a step is found later."""
 
-    serial: int
-    batch: Batch
-    rows: int
-    positions: int
-    shape: tuple[int, ...]
-    """Of feature maps: how many there are for each row, and their size."""
-    may_repeat: bool
-    keys: Encoded | None = None
-    errors: Encoded | None = None
+    serial: int = field(kw_only=True)
+    batch: Batch = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -149,17 +145,14 @@ class LayerLedger:
             errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
             count = positions * math.prod(layer.geometry.positions(size))
             return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors)
-        return self.vectors(visit, layout.rows, positions, layout.slots(keys), layout.slots(errors))
-
-    def vectors(self, visit: Visit, rows: int, positions: int, keys: Tensor, errors: Tensor) -> Arrived:
-        """The same, where there are keys and error signals, a row for each slot."""
-        slots = None if self.taking is None else Slots(keys, errors, self.taking, self._may_repeat(visit))
-        return Arrived(self, visit, rows, positions, (), keys, errors, slots)
+        keys, errors = layout.slots(keys), layout.slots(errors)
+        slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(visit))
+        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots)
 
     def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
-        call, errors = self._call(task, arrived), arrived.errors
-        arrived.stored = arrived.stored.detach()
+        call = self._call(task, arrived.visit, arrived.rows, arrived.positions, arrived.shape)
+        errors, arrived.stored = arrived.errors, arrived.stored.detach()
         if errors is None:
             for _, parameter in self.uses:
                 parameter.link(task).audited = False
@@ -184,10 +177,9 @@ class LayerLedger:
             wanted.append((call, "keys", Wanted(keys, self._key_name, as_they_are=True)))
         return wanted
 
-    def add_taken(self, task: int, arrived: Arrived, slots: Slots) -> None:
+    def add_taken(self, task: int, visit: Visit, rows: int, positions: int, slots: Slots) -> None:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
-        call = self._call(task, arrived)
-        call.keys, call.errors = slots.key_copy, slots.error_copy
+        self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy)
         (count, width), added = slots.keys.shape, slots.added
         weight = self.uses[0][1]
         if weight.parameter.requires_grad:
@@ -200,16 +192,30 @@ class LayerLedger:
             at = slots.at + added[:-1].nbytes
             self.uses[1][1].link(task).add(added[-1], slots.error_norm * math.sqrt(count), at)
 
-    def _may_repeat(self, visit: Visit) -> bool:
+    def may_repeat(self, visit: Visit) -> bool:
+        """Whether keys of a visit may come again."""
         return visit.from_data and self._keys_may_repeat
 
-    def _call(self, task: int, arrived: Arrived) -> Call:
+    def _call(
+        self,
+        task: int,
+        visit: Visit,
+        rows: int,
+        positions: int,
+        shape: tuple[int, ...],
+        keys: Encoded | None = None,
+        errors: Encoded | None = None,
+    ) -> Call:
         """Enter a call."""
-        visit = arrived.visit
         assert visit.batch is not None
-        may_repeat = self._may_repeat(visit)
-        call = Call(visit.serial, visit.batch, arrived.rows, arrived.positions, arrived.shape, may_repeat)
-        self.calls.setdefault(task, []).append(call)
+        place = self.number, 0, 0, 0, rows, positions
+        what = keys or NOTHING, errors, self.may_repeat(visit), shape
+        call = Call(*place, *what, serial=visit.serial, batch=visit.batch)
+        calls = self.calls.get(task)
+        if calls is None:
+            self.calls[task] = [call]
+        else:
+            calls.append(call)
         return call
 
     def forget(self, tasks: set[int] | None = None) -> None:
@@ -233,6 +239,13 @@ class ModuleLedger:
         self.called = False
         self.watched = False
         """Whether all its parameters have hooks."""
+
+    def pending(self) -> bool:
+        """Whether anything has arrived since its last update."""
+        for parameter in self.parameters:
+            if parameter.links:
+                return True
+        return any(layer.calls or layer.problems for layer in self.layers)
 
     def counted_in(self, task: int) -> bool:
         """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
@@ -313,8 +326,10 @@ class Ledger:
                 f"layer {module.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
-        elif key.dim() == 2 and (axis := axes.flattened_from(key, self.batch.rows)) is not None:
-            self.batch.flattened[len(key)] = axis
+        elif key.dim() == 2 and len(key) != self.batch.rows:
+            axis = axes.flattened_from(key, self.batch.rows)
+            if axis is not None:
+                self.batch.flattened[len(key)] = axis
         self._serial += 1
         slots, keys = watch.slots, watch.keys
         if keys is not None and not self.store_as.errors:
@@ -325,8 +340,7 @@ class Ledger:
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
         self._arrived.clear()  # of a pass that never ended: something was raised in it
-        left = [p for p in module.parameters if p.links], [one for one in module.layers if one.calls or one.problems]
-        if not any(left):
+        if not module.pending():
             return  # the ordinary case: the last update has cleared everything
         counted = {link.task for p in module.parameters for link in p.links if link.counted}
         for p in module.parameters:
@@ -380,50 +394,47 @@ class Ledger:
         """Find the slots of some visits, and copy them."""
         ordinary, others = [], {}
         for visit, errors in arrived.items():
-            one = self._ordinary(visit, errors[0])
-            if one is None:
+            slots = self._ordinary(visit, errors[0])
+            if slots is None:
                 others[visit] = errors
             else:
-                ordinary.append(one)
-        self._take(ordinary)
-        left = []
-        for one in ordinary:
-            if one.slots is not None and one.slots.taken:
-                one.layer.add_taken(task, one, one.slots)
+                ordinary.append((visit, slots))
+        take_all([slots for _, slots in ordinary], self.store_as.dtype, self.store_as.pool, self._arena)
+        for visit, slots in ordinary:
+            if slots.taken:
+                visit.module.layers[0].add_taken(task, visit, len(slots.keys), 1, slots)
             else:
-                left.append(one)
-        if others or left:
-            self._settle_others(task, others, left)
+                others[visit] = [slots.errors]
+        if others:
+            self._settle_others(task, others)
         self._held = 0
 
+    def _ordinary(self, visit: Visit, error: Tensor | None) -> Slots | None:
+        """The slots of a call of something like nn.Linear where each row is one; None: it is something else."""
+        key, batch = visit.key, visit.batch
+        if key is None or error is None or batch is None or self._batch_axis:
+            return None
+        if key.dim() != 2 or len(key) != batch.rows or not key.dtype is error.dtype is torch.float32:
+            return None
+        layer = visit.module.layers[0]
+        return None if layer.taking is None else Slots(key, error, layer.taking, layer.may_repeat(visit))
+
     @torch.no_grad()
-    def _settle_others(self, task: int, arrived: dict[Visit, list[Tensor | None]], left: list[Arrived]) -> None:
-        """The same for those that are not ordinary, and those that turned out not to be."""
+    def _settle_others(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
+        """The same for those that are not ordinary, or turned out not to be."""
         read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
-        self._take([one for one in read if one.slots is not None])
+        slots = [one.slots for one in read if one.slots is not None]
+        take_all(slots, self.store_as.dtype, self.store_as.pool, self._arena)
         wanted = []
-        for one in [*left, *read]:
+        for one in read:
             if one.slots is not None and one.slots.taken:
-                one.layer.add_taken(task, one, one.slots)
+                one.layer.add_taken(task, one.visit, one.rows, one.positions, one.slots)
             else:
                 wanted += one.layer.add(task, one)
         if wanted:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
             for (call, name, _), vectors in zip(wanted, copied, strict=True):
                 setattr(call, name, vectors)
-
-    def _take(self, arrived: list[Arrived]) -> None:
-        take_all([one.slots for one in arrived if one.slots], self.store_as.dtype, self.store_as.pool, self._arena)
-
-    def _ordinary(self, visit: Visit, error: Tensor | None) -> Arrived | None:
-        """What has arrived at a call of something like nn.Linear where each row is a slot; None: it is something else."""
-        key, batch = visit.key, visit.batch
-        if key is None or error is None or batch is None or self._batch_axis:
-            return None
-        if key.dim() != 2 or len(key) != batch.rows or error.dtype is not key.dtype or key.dtype in HALVES:
-            return None
-        layer = visit.module.layers[0]
-        return None if layer.taking is None else layer.vectors(visit, batch.rows, 1, key, error)
 
     def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""

@@ -24,7 +24,7 @@ PARTS = 8
 """Between steps, one part in so many of a weight is looked at, another one each time."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Link(audit.Link):
     """What one backward pass added to a parameter's gradient."""
 

@@ -212,6 +212,8 @@ class Recorder:
 
     def _alive(self) -> bool:
         """Whether recording goes on; False after a write error, if the user asked for that."""
+        if not self._closed and not self._writer.failed:
+            return True
         if self._closed:
             if self._writer.failed and self._on_write_error == "stop":
                 return False
