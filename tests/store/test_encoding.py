@@ -1,3 +1,6 @@
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -203,3 +206,22 @@ def test_vectors_that_are_picked_out_are_those_of_decoding_all(dtype, places):
     which, room = torch.tensor(places, dtype=torch.int64), torch.full((len(places), 3), torch.nan, dtype=torch.float64)
     assert torch.equal(stored.decoded(which, room.clone()), every)
     torch.testing.assert_close(stored.decoded(which, room.clone(), times), every * times, rtol=1e-15, atol=0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not list a process's threads")
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_the_writers_thread_brings_up_no_threads_of_its_own(threads):
+    """More threads of OpenMP than cores, and all of them sleep at every turn: training took a quarter longer."""
+    vectors, counts = encode(torch.randn(4000, 300), "float16"), []
+
+    def work():
+        before = len(os.listdir("/proc/self/task"))
+        taken = vectors.take(np.arange(0, 4000, 2))
+        counts.append(len(os.listdir("/proc/self/task")) - before)
+        assert torch.equal(taken.data, vectors.data[::2])
+        assert torch.equal(taken.exponents, vectors.exponents[::2])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counts == [0]

@@ -77,9 +77,10 @@ class Encoded:
         return out
 
     def take(self, places: np.ndarray[Any, np.dtype[np.int64]]) -> Encoded:
-        """Some of the vectors, copied."""
-        which = torch.from_numpy(places)
-        return Encoded(self.data[which], self.scales(which))
+        """Some of the vectors, copied. By NumPy: an operation of PyTorch in another thread would bring up threads of its own, and from
+        then on those of the training would sleep at every turn instead of waiting for each other awake (libgomp)."""
+        exponents = None if self.exponents is None else torch.from_numpy(self.exponents.numpy()[places])
+        return Encoded(torch.from_numpy(self.data.numpy()[places]), exponents)
 
 
 def _place(tensor: Tensor | None) -> int:
