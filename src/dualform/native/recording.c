@@ -157,10 +157,11 @@ void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
 typedef struct {
     const float *matrix, *random;
     int64_t rows, columns, k;
-    int64_t at;          /* where what is seen goes */
-    const double *known; /* what it is to be compared with, or NULL */
-    int64_t part, turns; /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
-    double scale, roundoff; /* of what is known, as an audit.Link has them; roundoff 0: no verdict is wanted */
+    int64_t at;             /* where what is seen goes */
+    double *known;          /* what it is to be compared with, or NULL */
+    int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
+    double scale, roundoff; /* of what is known, as an audit.Link has them. roundoff 0: no verdict is wanted; a part is the same if no
+                               more than `scale` is between what is seen and what is known, squared */
     /* Found by looks(): its first row, and how many there are */
     int64_t first, some;
 } Look;
@@ -256,8 +257,8 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 }
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
-   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at. Gives how many verdicts are not the ordinary one:
-   explained, by a factor that means something. */
+   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
+   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something. */
 int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
@@ -272,12 +273,50 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
     int64_t unusual = 0;
     for (const Look *look = looks; look < looks + count; look++, found += 4) {
         const int64_t n = look->known ? look->some * look->k : 0;
-        const double *seen = out + look->at, *known = look->known ? look->known + look->first * look->k : NULL;
+        const double *seen = out + look->at;
+        double *known = look->known ? look->known + look->first * look->k : NULL;
         if (known && look->roundoff != 0) {
             explain(n, seen, known, look->scale, look->roundoff, found);
             unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
         } else
             compare_sums(n, seen, known, found);
+        if (look->turns && found[3] <= look->scale) {
+            found[3] = 0;
+            if (n) memcpy(known, seen, sizeof(double) * (size_t)n);
+        }
     }
     return unusual;
+}
+
+/* A parameter on its way: what SGD makes of it, seen through R. */
+typedef struct {
+    int64_t n;
+    double *weight, *buffer;
+    const double *gradient, *mixed;
+    double slack; /* what may be between it and what it is, relative to its size, squared */
+    double *bound;
+    double lr, weight_decay, maximize, momentum, dampening, nesterov, fresh; /* its settings in this update, as PyTorch names them */
+    double peak; /* how large it, or its step, has been lately */
+} Walk;
+
+/* Each parameter after an update by SGD, as it must be to rounding; fingerprints (count) are mixed · weight of each. */
+void walked(int64_t count, Walk *walks, double *fingerprints) {
+    for (Walk *w = walks; w < walks + count; w++) {
+        double size = 0, moved = 0, told = 0;
+        for (int64_t i = 0; i < w->n; i++) {
+            double step = (w->maximize != 0 ? -w->gradient[i] : w->gradient[i]) + w->weight_decay * w->weight[i];
+            if (w->momentum != 0) {
+                w->buffer[i] = w->fresh != 0 ? step : w->momentum * w->buffer[i] + (1 - w->dampening) * step;
+                step = w->nesterov != 0 ? step + w->momentum * w->buffer[i] : w->buffer[i];
+            }
+            step *= w->lr;
+            w->weight[i] -= step;
+            moved += step * step;
+            size += w->weight[i] * w->weight[i];
+            told += w->weight[i] * w->mixed[i];
+        }
+        w->peak = fmax(0.75 * w->peak, fmax(size, moved));
+        *w->bound = w->slack * w->peak;
+        *fingerprints++ = told;
+    }
 }

@@ -63,6 +63,8 @@ class _Watched:
     """… and whether they use nothing else."""
     states: list[tuple[ParameterLedger, str, Tensor, int]] = field(default_factory=list)
     """The optimizer's state after its last step, with PyTorch's count of changes."""
+    settings: list[dict[str, float]] | None = None
+    """Those of the update that is under way, if what SGD makes of its gradients is known."""
 
 
 class Books:
@@ -164,10 +166,13 @@ class Books:
         """Remember what parameters and optimizer state look like after an update."""
         for number in numbers:
             watched = self._watch(number)
-            fingerprints = watched.looks.remember()
+            states = self._state_of(number, watched)
+            buffers = {ledger.number: value for ledger, name, value in states if name == "momentum_buffer"}
+            settings, watched.settings = watched.settings, None
+            fingerprints = watched.looks.remember(settings, [buffers.get(one) for one in watched.numbers])
             if step is not None:
                 step.after.update(zip(watched.numbers, fingerprints, strict=True))
-            watched.states = [(*one, one[2]._version) for one in self._state_of(number, watched)]
+            watched.states = [(*one, one[2]._version) for one in states]
 
     # A step
 
@@ -186,6 +191,8 @@ class Books:
             replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
             for ledger, group in watched.entries
         ]
+        by_sgd = replay is not None and replay.kind == "sgd" and scale is None
+        watched.settings = settings if by_sgd and all(one is not None for one in gradients) else None
         if usual and scale is None and watched.whole and self._write_usual(number, step, watched, settings):
             return
         audited = list(self._audit(step, looks, gradients, settings))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,14 @@ from dualform.native.kernels import address, is_plain, kernels
 from dualform.record.audit import Looked, Verdict
 from dualform.record.parameters import Link, ParameterLedger, mark_of
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
 """Some of the numbers that the loop is told of a tensor, and how many there are."""
+SGD = ("lr", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "fresh")
+"""The settings by which a parameter goes on its way, …"""
+WAY = 15
+"""… and how many numbers the loop is told of it, these from the seventh on."""
 
 
 class Looks:
@@ -34,22 +41,35 @@ class Looks:
         # Before an update: the gradients, and parts of the parameters, which are compared with what they were
         self._before, self._after = np.concatenate([told, told]), told.copy()
         self._gradients, self._parts = self._before[:count], self._before[count:]
-        self._bounds = self._gradients.view(np.float64)
+        self._bounds, self._bounds_of_parts = self._gradients.view(np.float64), self._parts.view(np.float64)
         self._bounds[:, ROUNDOFF] = [one.roundoff for one in ledgers]
         self._parts[:, AT] += self._size
         self._parts[:, TURNS] = [one.turns for one in ledgers]
         self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, 4))
-        self._remembered = np.empty(self._size)
-        """What the parameters looked like after their last update."""
+        self._remembered, self._buffers = np.empty(self._size), np.zeros(self._size)
+        """What the parameters looked like after their last update, and SGD's buffers."""
         self._parts[:, KNOWN] = address(self._remembered) + 8 * starts
         self._after[:, KNOWN] = address(self._mixed) + 8 * starts  # gives r · (W R)
         self._before_at, self._parts_at, self._after_at = map(address, (self._before, self._parts, self._after))
         self._seen_at, self._found_at, self._remembered_at = map(address, (self._seen, self._found, self._remembered))
-        self._turn = 1
+        self._walks = self._ways(sizes, starts, count)
+        self._fingerprints = np.empty(count)
+        self._walks_at, self._fingerprints_at = address(self._walks), address(self._fingerprints)
+        self._walking, self._turn = False, 1
         self._marks: list[tuple[int, int]] | None = None
         """The parameters' marks then; None: their ledgers know what they looked like."""
         self._judged: list[list[float] | None] = []
         self._looked: list[Looked | None] | None = None
+
+    def _ways(self, sizes: Ints, starts: Ints, count: int) -> Ints:
+        """What is told of each parameter on its way."""
+        told = np.zeros((count, WAY), np.int64)
+        told[:, 0] = sizes
+        for column, memory in enumerate((self._remembered, self._buffers, self._seen, self._mixed), 1):
+            told[:, column] = address(memory) + 8 * starts
+        told.view(np.float64)[:, 5] = [one.slack**2 for one in self.ledgers]
+        told[:, 6] = address(self._parts) + 8 * (FIELDS * np.arange(count) + SCALE)
+        return told
 
     def before_update(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> tuple[bool, bool]:
         """Look at the gradients, and at a part of the parameters.
@@ -71,7 +91,7 @@ class Looks:
         unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
         found = self._found.tolist()
         self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
-        return not unusual and None not in links, may_be_same and self._same(found[count:])
+        return not unusual and all(link is not None for link in links), may_be_same and self._same(found[count:])
 
     def factors(self) -> list[tuple[float, float]]:
         """Of each gradient: the factor of its only pass, and the residual."""
@@ -88,18 +108,47 @@ class Looks:
         assert looked is not None
         return looked
 
-    def remember(self) -> list[float]:
-        """The parameters have just been updated. Gives their fingerprints."""
+    def remember(
+        self, settings: Sequence[Mapping[str, float]] | None = None, buffers: Sequence[Tensor | None] = ()
+    ) -> list[float]:
+        """The parameters have just been updated. Gives their fingerprints.
+
+        settings: those of each parameter, if the update was one by SGD with the gradients that were looked at; buffers: its momentum.
+        Then it is known what the parameters look like, and only parts of them need be looked at before the next update.
+        """
         where = self._where(self.parameters) if self._loops is not None else None
         if where is None:
-            self._marks = None
+            self._marks, self._walking = None, False
             for ledger in self.ledgers:
                 ledger.remember()
             return [ledger.fingerprint for ledger in self.ledgers]
-        self._after[:, TENSOR] = self._parts[:, TENSOR] = where
-        self._run(len(where), self._after_at, self._remembered_at)
+        self._parts[:, TENSOR] = where
         self._marks = [(one._version, at) for one, at in zip(self.parameters, where, strict=True)]
-        return [found[1] for found in self._found[: len(where)].tolist()]
+        if settings is not None and self._walking and self._looked is None:
+            self._walks.view(np.float64)[:, 7:14] = [[one[name] for name in SGD] for one in settings]
+            self._loops.walked(len(where), self._walks_at, self._fingerprints_at)
+            fingerprints: list[float] = self._fingerprints.tolist()
+            if all(
+                map(math.isfinite, fingerprints)
+            ):  # else something has overflowed here that may not have done so there
+                return fingerprints
+        self._after[:, TENSOR] = where
+        self._run(len(where), self._after_at, self._remembered_at)
+        found = self._found[: len(where)].tolist()
+        self._bounds_of_parts[:, SCALE] = 0.0  # what is seen again is the same to the last bit
+        self._walking = settings is not None and self._see_buffers(buffers)
+        return [one[1] for one in found]
+
+    def _see_buffers(self, buffers: Sequence[Tensor | None]) -> bool:
+        """Look at SGD's buffers; False: they are none that can be looked at."""
+        where = self._where(buffers)
+        if where is None:
+            return False
+        self._buffers[:] = 0
+        self._walks.view(np.float64)[:, 14] = 0.0
+        self._after[:, TENSOR] = where
+        self._run(len(where), self._after_at, address(self._buffers))
+        return True
 
     def unchanged(self) -> bool:
         """Whether nothing has changed, for sure. Else each is to be asked itself: it may be rounding, or there and back."""

@@ -20,6 +20,8 @@ THROWN = 8
 """How many backward passes are kept after their gradients were thrown away."""
 SHORT = 64
 """Keys up to this long are looked at for cancellation in R; longer ones have no chance."""
+FAR = 1e30
+"""What was known to be this large may be infinite when it is looked at, in float32."""
 PARTS = 8
 """Between steps, one part in so many of a weight is looked at, another one each time."""
 
@@ -101,7 +103,8 @@ class ParameterLedger:
         # A weight of few rows has fewer parts: none of them may be empty
         self.turns = max(1, -(-rows // self.part)) if self.is_matrix else PARTS
         self.next_turn = 1 % self.turns
-        self._slack = audit.SLACK * self.roundoff * math.sqrt(columns)
+        self.slack = audit.SLACK * self.roundoff * math.sqrt(columns)
+        """What passes as rounding, relative to the size of what is seen."""
         self.remember()
 
     def look(self, tensor: Tensor) -> audit.Looked:
@@ -139,7 +142,8 @@ class ParameterLedger:
     @property
     def fingerprint(self) -> float:
         """One number that tells what was remembered: r · (W R)."""
-        return float(self.mixed @ self.seen)
+        with np.errstate(all="ignore"):  # what has diverged may overflow
+            return float(self.mixed @ self.seen)
 
     @property
     def size(self) -> float:
@@ -172,10 +176,12 @@ class ParameterLedger:
                 # It has diverged; its sums overflow now so, now so. What is seen is its coming back
                 whole = self.look(parameter)
                 return math.isfinite(float(whole @ whole))
+            if not math.isfinite(float(found @ found)):
+                return size < FAR * FAR
             # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of
             # the weight: of all rows, since a single one may cancel
             rest = found - known
-            if float(rest @ rest) <= self._slack * self._slack * size:
+            if float(rest @ rest) <= self.slack * self.slack * size:
                 return False
         return not np.array_equal(found, known, equal_nan=True)
 
