@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,31 @@ def optimizer_for(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
 
 
+def training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    seed: int = 0,
+    before: Callable[[Tensor], None] = lambda ids: None,
+) -> Iterator[None]:
+    """Train without end, a step at a time; `before` gets the sample numbers of each batch."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.long)
+    while True:
+        if len(order) < BATCH:
+            order = torch.randperm(len(images), generator=generator)
+        ids, order = order[:BATCH], order[BATCH:]
+        before(ids)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[ids]), labels[ids])
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -55,19 +80,10 @@ def train(
     before: Callable[[Tensor], None] = lambda ids: None,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train; `before` gets the sample numbers of each batch, `after` the number of updates so far."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.empty(0, dtype=torch.long)
+    """Train for some steps; `after` gets the number of updates so far."""
+    endless = training(model, optimizer, images, labels, seed=seed, before=before)
     for step in range(steps):
-        if len(order) < BATCH:
-            order = torch.randperm(len(images), generator=generator)
-        ids, order = order[:BATCH], order[BATCH:]
-        before(ids)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[ids]), labels[ids])
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        next(endless)
         after(step + 1)
 
 

@@ -1,6 +1,10 @@
 """Cost of recording: the paper's MNIST training with a recorder / without, in one run.
 
-DUALFORM_DATA=… python bench/recording.py [--steps 3000] [--repeats 5]
+DUALFORM_DATA=… python bench/recording.py [--steps 6000] [--stretch 100] [--repeats 1] [--kinds bare,float16,float32]
+
+The machine's own speed changes from one second to the next, so the trainings take turns, a stretch of steps each, to and fro. After a stretch the
+writer ends what it has begun, and the processor's time that this takes counts as well (the disk's would pass beside the next steps); the
+last one lasts until the recording is closed.
 """
 
 from __future__ import annotations
@@ -17,59 +21,107 @@ import dualform
 import mnist
 from measure import Bar, Row, keep
 
+BARS = {"float16": 1.15, "float32": 1.3}
 
-def seconds(kind: str, folder: Path, steps: int) -> float:
-    """Train once, with a recorder of this dtype or bare; the time includes sealing everything."""
-    model = mnist.network()
-    optimizer = mnist.optimizer_for(model)
-    began = time.perf_counter()
-    if kind == "bare":
-        mnist.train(model, optimizer, IMAGES, LABELS, steps=steps)
-    else:
-        with dualform.record(model, optimizer, folder, dtype=kind) as recorder:
-            mnist.train(
+
+class Training:
+    """One training, bare or recorded."""
+
+    def __init__(self, kind: str, folder: Path):
+        model = mnist.network()
+        optimizer = mnist.optimizer_for(model)
+        self._recorder = None
+        self.seconds: list[float] = []
+        began = time.perf_counter()
+        if kind == "bare":
+            self._steps = mnist.training(model, optimizer, IMAGES, LABELS)
+        else:
+            recorder = self._recorder = dualform.record(model, optimizer, folder, dtype=kind)
+            self._steps = mnist.training(
                 model,
                 optimizer,
                 IMAGES,
                 LABELS,
-                steps=steps,
                 before=lambda ids: recorder.batch(sample_id=ids, label=LABELS[ids]),
             )
-    took = time.perf_counter() - began
-    shutil.rmtree(folder, ignore_errors=True)
-    return took
+        self._begun = time.perf_counter() - began
+
+    def go_on(self, steps: int, *, last: bool) -> None:
+        """Train for a stretch."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            next(self._steps)
+        if self._recorder is not None and last:
+            self._recorder.close()
+        taken = time.perf_counter() - began + self._begun
+        self.seconds.append(taken + (self._rest() if not last else 0.0))
+        self._begun = 0.0
+
+    def _rest(self) -> float:
+        """Let the writer end what it has begun; gives the processor's time that its thread takes for it."""
+        if self._recorder is None:
+            return 0.0
+        writer = self._recorder._writer
+        assert writer._thread.ident is not None
+        clock = time.pthread_getcpuclockid(writer._thread.ident)
+        used = time.clock_gettime(clock)
+        while writer._inbox.qsize() or writer._steps_bytes >= writer._chunk_bytes:
+            time.sleep(0.001)
+        return time.clock_gettime(clock) - used
+
+
+def measured(kinds: list[str], steps: int, stretch: int) -> dict[str, list[float]]:
+    """The seconds of each stretch of each training."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainings = {kind: Training(kind, Path(folder) / kind) for kind in kinds}
+        for number, done in enumerate(range(0, steps, stretch)):
+            for kind in kinds[:: -1 if number % 2 else 1]:
+                some = min(stretch, steps - done)
+                trainings[kind].go_on(some, last=done + some == steps)
+            if (done + some) % (10 * stretch) == 0 or done + some == steps:
+                line = "  ".join(
+                    f"{kind} {1e3 * sum(one.seconds) / (done + some):.2f}" for kind, one in trainings.items()
+                )
+                print(f"{done + some:6} steps, ms a step: {line}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(folder).mkdir()
+    return {kind: one.seconds for kind, one in trainings.items()}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=mnist.STEPS)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--stretch", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--kinds", default="bare,float16,float32")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     IMAGES, LABELS = mnist.data()
     kinds = arguments.kinds.split(",")
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    with tempfile.TemporaryDirectory() as temporary:
-        for _ in range(arguments.repeats):
-            for kind in kinds:
-                times[kind].append(seconds(kind, Path(temporary) / "run", arguments.steps))
-                print(f"{kind:8} {times[kind][-1]:6.1f} s", flush=True)
-    bare = statistics.median(times["bare"])
-    # Each beside the bare training just before it: the machine's own speed changes within minutes
-    pairs = {kind: [taken / alone for taken, alone in zip(times[kind], times["bare"], strict=True)] for kind in kinds}
-    ratios = {kind: statistics.median(pairs[kind]) for kind in kinds}
-    print(f"\n{arguments.steps} steps, median (least to largest) of {arguments.repeats}; recording / bare:")
+    runs = [measured(kinds, arguments.steps, arguments.stretch) for _ in range(arguments.repeats)]
+    whole = {kind: statistics.median(sum(run[kind]) for run in runs) for kind in kinds}
+    pairs = {
+        kind: [a / b for run in runs for a, b in zip(run[kind], run["bare"], strict=True)]
+        for kind in kinds
+        if kind != "bare"
+    }
+    ratios = {kind: statistics.median(sum(run[kind]) / sum(run["bare"]) for run in runs) for kind in pairs}
+    print(
+        f"\n{arguments.steps} steps, all together, {arguments.repeats} times; recording / bare (least to largest stretch):"
+    )
     for kind, ratio in ratios.items():
-        print(f"  {kind:8} {ratio:.2f} ({min(pairs[kind]):.2f} to {max(pairs[kind]):.2f})")
-    for kind, at_most in {"float16": 1.15, "float32": 1.3}.items():
-        if kind in times:
-            name, seconds_of = (
+        print(f"  {kind:8} {ratio:.3f} ({min(pairs[kind]):.2f} to {max(pairs[kind]):.2f})")
+        keep(
+            Row(
                 f"training with recording, {kind}, {arguments.steps} steps",
-                statistics.median(times[kind]),
+                f"python bench/recording.py --steps {arguments.steps} --repeats {arguments.repeats}",
+                {"ours": whole[kind], "bare training": whole["bare"]},
+                {"bare training": ratio},
+                {"bare training": "limit"},
+                [Bar("bare training", BARS[kind])],
+                arguments.repeats,
+                {"stretches": {"steps": arguments.stretch, "ratios": [round(pair, 3) for pair in pairs[kind]]}},
             )
-            limit, bars = {"bare training": ratios[kind]}, [Bar("bare training", at_most)]
-            taken, kinds_of = {"ours": seconds_of, "bare training": bare}, {"bare training": "limit"}
-            keep(Row(name, "python bench/recording.py", taken, limit, kinds_of, bars, arguments.repeats))
+        )
     if arguments.out:
-        arguments.out.write_text(json.dumps({"steps": arguments.steps, "seconds": times, "ratios": pairs}, indent=1))
+        arguments.out.write_text(json.dumps({"steps": arguments.steps, "seconds": runs, "ratios": pairs}, indent=1))
