@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
 from dualform.native.numbered import Table
 from dualform.record.compiled import Slots, Taking, take_all
+from dualform.record.parameters import SHORT, ParameterLedger
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -30,12 +32,15 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
 
 
 def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error", *, named: bool = False) -> Slots:
-    return Slots(keys, errors, Taking(random.data_ptr(), random.shape[1], "key", kept), named)
+    weight = ParameterLedger(0, "weight", nn.Parameter(torch.zeros(errors.shape[1], keys.shape[1])), 0, vector=False)
+    bias = ParameterLedger(1, "bias", nn.Parameter(torch.zeros(errors.shape[1])), 0, vector=True)
+    weight.random, weight.columns = random, random.shape[1]
+    return Slots(keys, errors, Taking(weight, bias, "key", kept), named)
 
 
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: str | None = "error") -> Slots:
     found = slots(keys, errors, random, kept)
-    take_all([found], dtype, Pool(), Arena())
+    assert take_all([found], dtype, Pool(), Arena())
     assert found.taken
     assert found.key_copy is not None
     return found
@@ -75,11 +80,13 @@ def test_it_stores_and_adds_what_the_plain_way_does(
     projected = keys @ random
     wanted = torch.cat([projected, keys.new_ones(count, 1)], 1).T @ errors
     bound = torch.cat([keys.abs() @ random.abs(), keys.new_ones(count, 1)], 1).T @ errors.abs()
-    assert (at(found.at, found.added.shape) == found.added).all()
-    assert (torch.from_numpy(found.added) - wanted).abs().le(1e-5 * bound).all()
-    for norm, vectors in ((found.error_norm, errors), (found.key_norm, keys)):
-        assert norm == pytest.approx(float(vectors.norm()), rel=1e-5)
-    assert found.projected_norm == pytest.approx(float(projected.norm()), rel=1e-4, abs=1e-5 * float(keys.norm()))
+    size, seen, whole = (float(vectors.norm()) for vectors in (errors, projected, keys))
+    scales = size * (max(seen, whole) if d_in <= SHORT else seen), size * count**0.5
+    parts = (wanted[:-1].T, bound[:-1].T, scales[0]), (wanted[-1:].T, bound[-1:].T, scales[1])
+    for (_, added, scale, place), (its_wanted, its_bound, its_scale) in zip(found.added(), parts, strict=True):
+        assert (at(place, added.shape) == added).all()
+        assert (torch.from_numpy(added).view(its_wanted.shape) - its_wanted).abs().le(1e-5 * its_bound).all()
+        assert scale == pytest.approx(its_scale, rel=1e-4, abs=1e-5 * size * whole)
 
 
 def test_every_float16_is_rounded_as_pytorch_does() -> None:
@@ -111,7 +118,7 @@ def test_error_signals_may_be_left_out() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
     found = taken(keys, errors, random, kept=None)
     assert found.error_copy is None
-    assert found.added.any()
+    assert all(added.any() for _, added, *_ in found.added())
 
 
 @pytest.mark.parametrize(
@@ -131,14 +138,15 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     pool = Pool()
     first = pool.take("key", *keys.shape, torch.float16).slab
     calls = [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)]
-    take_all(calls, "float16", pool, Arena())
+    assert not take_all(calls, "float16", pool, Arena())
     before, odd_one, after = calls
     assert not odd_one.taken
     assert first is not None
     assert first.out == 3  # nothing was kept of it
     assert before.taken
     assert after.taken
-    assert after.key_norm == pytest.approx(2 * before.key_norm)
+    for (_, once, *_), (_, twice, *_) in list(zip(before.added(), after.added(), strict=True))[:1]:
+        assert twice == pytest.approx(2 * once)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -155,8 +163,11 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
             assert theirs is not None
             assert torch.equal(mine.data, theirs.data)
             assert mine.exponents is theirs.exponents is None or torch.equal(mine.exponents, theirs.exponents)
-        assert one.added == pytest.approx(other.added, rel=1e-6, abs=1e-5 * one.error_norm * (1 + one.key_norm))
-        assert one.projected_norm == pytest.approx(other.projected_norm, rel=1e-6)
+        for (_, mine, scale, _), (_, theirs, its_scale, _) in zip(one.added(), other.added(), strict=True):
+            assert mine == pytest.approx(
+                theirs, rel=1e-6, abs=1e-5 * float(one.errors.norm()) * (1 + float(one.keys.norm()))
+            )
+            assert scale == pytest.approx(its_scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

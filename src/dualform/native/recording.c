@@ -2,7 +2,7 @@
 #include "names.h"
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
-enum { SLACK = 64 };                           /* as in record/audit.py */
+enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
 static inline uint16_t half(float x) {
@@ -41,6 +41,12 @@ LOOP void add(const float *restrict x, const float *restrict factor, int64_t row
             for (int64_t o = 0; o < n; o++) sum[o] += factor[i] * x[i * n + o];
 }
 
+/* The same for a layer of few outputs, whose sums lie so many places apart. */
+static void add_apart(const float *x, const float *factor, int64_t rows, double *sum, int64_t apart, int64_t n) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t o = 0; o < n; o++) sum[o * apart] += factor[i] * x[i * n + o];
+}
+
 /* Store a vector, given its squared norm: in float32 (exponent NULL) or in float16 with a power of two. */
 static void store(const float *x, float square, int64_t n, int as_it_is, void *out, int16_t *exponent) {
     if (!exponent) {
@@ -62,6 +68,20 @@ static void store(const float *x, float square, int64_t n, int as_it_is, void *o
     halves(x, scale, out, n);
 }
 
+/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is;
+   matrix NULL: nothing. */
+typedef struct {
+    const float *matrix, *random;
+    int64_t rows, columns, k;
+    int64_t at;             /* where what is seen goes */
+    double *known;          /* what it is to be compared with, or NULL */
+    int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
+    double scale, roundoff; /* of what is known, as an audit.Link has them. roundoff 0: no verdict is wanted; a part is the same if no
+                               more than `scale` is between what is seen and what is known, squared */
+    /* Found by looks(): its first row, and how many there are */
+    int64_t first, some;
+} Look;
+
 /* The slots of one call: keys (n, d_in), error signals (n, d_out), and random, (k, d_in). stored_errors NULL: only keys are kept.
    exponents NULL: float32 is stored. */
 typedef struct {
@@ -72,6 +92,7 @@ typedef struct {
     char *stored_errors;
     int16_t *error_exponents;
     uint64_t *names; /* of the keys as they are stored, (n, 2); NULL: none */
+    Look *weight, *bias; /* at their gradients, which these slots are to explain; NULL: nobody looks */
     double *sums;
 } Call;
 
@@ -115,7 +136,10 @@ static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) 
                 seen[i] = dot(s->keys + (low + i) * d_in, s->random + column * d_in, d_in);
                 squares[1] += (double)seen[i] * seen[i];
             }
-            add(some, seen, rows, sums + column * d_out, d_out);
+            if (k == 1)
+                add(some, seen, rows, sums, d_out);
+            else
+                add_apart(some, seen, rows, sums + column, k, d_out);
         }
         add(some, ones, rows, sums + k * d_out, d_out);
     }
@@ -131,15 +155,21 @@ static void shares(void *what, int64_t low, int64_t high, int part) {
     }
 }
 
+static void expect(Look *look, double *known, double scale) {
+    if (!look) return;
+    look->known = known;
+    look->scale = scale;
+}
+
 /* The slots of some calls are copied as they are stored, and of each call, one after the other,
 
-     sums (k + 1, d_out) = Σ (key · R) ⊗ error, and in the last row Σ error; then ‖errors‖², ‖keys R‖², ‖keys‖².
+     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and bounds on the sums of the absolute terms of both.
 
-   sums has room for as many of all these as there are threads. If a call's first square is not finite, something in it is not, and
-   nothing that was written of it counts. */
-void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
+   sums has room for as many of all these as there are threads. If a norm is not finite, something in its call is not, and nothing that
+   was written of it counts. Gives how many such calls there are. */
+int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
     Calls all = {calls, count, threads, 0};
-    int64_t work = 0;
+    int64_t work = 0, odd = 0;
     for (Call *s = calls; s < calls + count; s++) {
         s->sums = sums + all.size;
         all.size += size_of(s);
@@ -150,21 +180,18 @@ void slots(int64_t count, Call *calls, double *sums, int64_t threads) {
     in_parts(shares, &all, all.threads, all.threads);
     for (int64_t part = 1; part < all.threads; part++)
         for (int64_t i = 0; i < all.size; i++) sums[i] += sums[part * all.size + i];
+    for (const Call *s = calls; s < calls + count; s++) {
+        double *bias = s->sums + s->k * s->d_out, *norms = bias + s->d_out;
+        const double errors = sqrt(norms[0]), seen = sqrt(norms[1]), keys = sqrt(norms[2]);
+        norms[0] = errors;
+        norms[1] = errors * (s->d_in <= SHORT && keys > seen ? keys : seen);
+        norms[2] = errors * sqrt((double)s->n);
+        expect(s->weight, s->sums, norms[1]);
+        expect(s->bias, bias, norms[2]);
+        odd += !isfinite(errors);
+    }
+    return odd;
 }
-
-/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is;
-   matrix NULL: nothing. */
-typedef struct {
-    const float *matrix, *random;
-    int64_t rows, columns, k;
-    int64_t at;             /* where what is seen goes */
-    double *known;          /* what it is to be compared with, or NULL */
-    int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
-    double scale, roundoff; /* of what is known, as an audit.Link has them. roundoff 0: no verdict is wanted; a part is the same if no
-                               more than `scale` is between what is seen and what is known, squared */
-    /* Found by looks(): its first row, and how many there are */
-    int64_t first, some;
-} Look;
 
 typedef struct {
     int64_t count;

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.ledger import LayerLedger, Ledger, ModuleLedger
+from dualform.record.ledger import Held, LayerLedger, Ledger, ModuleLedger
 from dualform.record.looks import Looks
 from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
@@ -110,6 +110,7 @@ class Books:
             if known is not None:
                 known.looks.hand_out()
                 watched.states = known.states
+            looks.attach()
             known = self._watched[number] = watched
         return known
 
@@ -178,32 +179,67 @@ class Books:
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        watched = self._watch(number)
-        looks, state = watched.looks, self._optimizers[number].state
+        watched, optimizer, replay = self._watch(number), self._optimizers[number], self._replays[number]
+        looks = watched.looks
         gradients = [parameter.grad for parameter in looks.parameters]
-        usual, same = looks.before_update(gradients, [_only_pass(ledger) for ledger in looks.ledgers])
+        held = self._held(watched)
+        links = None if held else [_only_pass(ledger) for ledger in looks.ledgers]
+        usual, same = looks.before_update(gradients, links)
         self._settle_changes(step, {number: same})
-        # A loss scaler may leave the division to a fused optimizer
-        scale = getattr(self._optimizers[number], "grad_scale", None)
-        replay = self._replays[number]
-        shared = {id(group): replay.shared(group) for group in watched.groups} if replay else {}
-        settings = [
-            replay.settings(shared[id(group)], state.get(ledger.parameter, {})) if replay else {}
-            for ledger, group in watched.entries
-        ]
+        settings = self._settings(number, watched)
+        scale = getattr(optimizer, "grad_scale", None)  # a loss scaler may leave the division to a fused optimizer
         by_sgd = replay is not None and replay.kind == "sgd" and scale is None
-        watched.settings = settings if by_sgd and all(one is not None for one in gradients) else None
-        if usual and scale is None and watched.whole and self._write_usual(number, step, watched, settings):
-            return
+        watched.settings = settings if by_sgd and (usual or all(one is not None for one in gradients)) else None
+        if usual and scale is None:
+            if held is not None:
+                self._write_held(number, step, watched, settings, held)
+                return
+            if watched.whole and self._write_single(number, step, watched, settings):
+                return
+        self._ledger.take_apart()
         audited = list(self._audit(step, looks, gradients, settings))
         self._write(number, step, audited, 1 / float(scale or 1.0))
 
-    def _write_usual(
+    def _held(self, watched: _Watched) -> Held | None:
+        """The ordinary pass that was kept, if it went through all layers that are updated, and no others."""
+        held = self._ledger.held
+        if (
+            held is not None
+            and watched.whole
+            and len(held.calls) == len(watched.modules)
+            and len(self._optimizers) == 1
+        ):
+            return held
+        self._ledger.take_apart()
+        return None
+
+    def _settings(self, number: int, watched: _Watched) -> list[dict[str, float]]:
+        replay, state = self._replays[number], self._optimizers[number].state
+        if replay is None:
+            return [{} for _ in watched.entries]
+        shared = {id(group): replay.shared(group) for group in watched.groups}
+        return [
+            replay.settings(shared[id(group)], state.get(ledger.parameter, {})) for ledger, group in watched.entries
+        ]
+
+    def _write_held(
+        self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]], held: Held
+    ) -> None:
+        """Write down an update by an ordinary pass."""
+        self._ledger.held = None
+        first_row, rows = self._rows(held.batch, step), held.batch.rows
+        for layer, visit, slots in held.calls:
+            assert slots.key_copy is not None
+            kept = slots.key_copy, slots.error_copy
+            step.blocks.append(records.Block(layer.number, 0, 0, first_row, rows, 1, *kept, layer.may_repeat(visit)))
+        self._ledger.spent.update(watched.modules)
+        self._write_factors(number, step, watched, settings, [])
+
+    def _write_single(
         self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]]
     ) -> bool:
         """Write down an update by the gradients of a single backward pass, of whole layers; False: it is none."""
-        looks, kind = watched.looks, self._kind(number)
-        (task, *others) = {ledger.links[0].task for ledger in looks.ledgers} or {-1}
+        (task, *others) = {ledger.links[0].task for ledger in watched.looks.ledgers} or {-1}
         if others or task in self._backward_of:
             return False
         for module in watched.modules:
@@ -212,14 +248,28 @@ class Books:
                 layer.forget()
         self._ledger.spent.update(watched.modules)
         earlier = [0.0] * self._backward_of.setdefault(task, len(self._backward_of))
-        told = zip(looks.ledgers, settings, looks.factors(), strict=True)
-        for place, (ledger, its_settings, (factor, residual)) in enumerate(told):
+        self._write_factors(number, step, watched, settings, earlier)
+        for ledger in watched.looks.ledgers:
             ledger.links.clear()
-            kept = None
-            if self._keeps_gradient(ledger):  # it is seen as it is
-                kept = looks.seen(place).astype(np.float32).reshape(ledger.parameter.shape)
-            step.updates.append(records.Update(ledger.number, kind, its_settings, [*earlier, factor], residual, kept))
         return True
+
+    def _write_factors(
+        self,
+        number: int,
+        step: records.Step,
+        watched: _Watched,
+        settings: list[dict[str, float]],
+        earlier: list[float],
+    ) -> None:
+        """Write down what was found for each parameter. earlier: the factors of passes before the one that was looked at."""
+        looks, kind = watched.looks, self._kind(number)
+        for place, (factor, residual) in enumerate(looks.factors()):
+            ledger, kept = looks.ledgers[place], None
+            if not ledger.is_matrix and self._keep != "keys":  # it is seen as it is
+                kept = looks.seen(place).astype(np.float32).reshape(ledger.shape)
+            step.updates.append(
+                records.Update(ledger.number, kind, settings[place], [*earlier, factor], residual, kept)
+            )
 
     def _write(self, number: int, step: records.Step, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""

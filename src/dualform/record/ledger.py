@@ -5,6 +5,9 @@ pass. A parameter may be used by several layers (tied weights), a layer may use 
 
 What arrives in a backward pass is held and looked at when the pass has ended: its calls share the few operations on small numbers,
 and find the processor's cache warm. Who holds a tensor keeps autograd from changing it in place.
+
+An ordinary pass (each layer is called once, each row is a slot, there were no gradients before) is kept as it is, since all that it has to
+say goes into one update. If it turns out otherwise, it is taken apart into links and calls.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, Use, joined
 from dualform.native.arena import Arena
 from dualform.record.columns import Batch
-from dualform.record.compiled import Slots, Taking, take_all
-from dualform.record.parameters import SHORT, ParameterLedger, norm_of, roundoff
+from dualform.record.compiled import Slots, Taking, give_back, take_all
+from dualform.record.parameters import ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
 
@@ -80,6 +83,27 @@ class Call(Block):
 
 
 @dataclass(slots=True)
+class Pass:
+    """A backward pass that is under way."""
+
+    arrived: dict[Visit, list[Tensor | None]] = field(default_factory=dict)
+    """The gradients of what came out of each visit."""
+    counted: list[ParameterLedger] = field(default_factory=list)
+    """The parameters that it has reached."""
+    fresh: bool = True
+    """Whether there were no gradients before it, and nothing of it has been looked at."""
+
+
+@dataclass(slots=True)
+class Held:
+    """An ordinary backward pass that has ended."""
+
+    task: int
+    batch: Batch
+    calls: list[tuple[LayerLedger, Visit, Slots]]
+
+
+@dataclass(slots=True)
 class Arrived:
     """Keys and error signals of a visit, for one layer: a row for each slot, or for each of its feature maps."""
 
@@ -125,7 +149,8 @@ class LayerLedger:
         """How its slots are taken by the compiled loop, if they can be."""
         if like_linear and weight.in_columns:
             kept = self._error_name if store_as.keeps_errors else None
-            self.taking = Taking(weight.random.data_ptr(), weight.columns, self._key_name, kept)
+            bias = self.uses[1][1] if len(self.uses) > 1 else None
+            self.taking = Taking(weight, bias, self._key_name, kept)
 
     def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
@@ -180,17 +205,9 @@ class LayerLedger:
     def add_taken(self, task: int, visit: Visit, rows: int, positions: int, slots: Slots) -> None:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
         self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy)
-        (count, width), added = slots.keys.shape, slots.added
-        weight = self.uses[0][1]
-        if weight.parameter.requires_grad:
-            norm = max(slots.projected_norm, slots.key_norm) if width <= SHORT else slots.projected_norm
-            if len(added) == 2:
-                weight.link(task).add(added[0], slots.error_norm * norm, slots.at)
-            else:
-                weight.link(task).add(added[:-1].T.reshape(-1), slots.error_norm * norm)
-        if len(self.uses) > 1 and self.uses[1][1].parameter.requires_grad:
-            at = slots.at + added[:-1].nbytes
-            self.uses[1][1].link(task).add(added[-1], slots.error_norm * math.sqrt(count), at)
+        for parameter, added, scale, at in slots.added():
+            if parameter.parameter.requires_grad:
+                parameter.link(task).add(added, scale, at)
 
     def may_repeat(self, visit: Visit) -> bool:
         """Whether keys of a visit may come again."""
@@ -211,11 +228,7 @@ class LayerLedger:
         place = self.number, 0, 0, 0, rows, positions
         what = keys or NOTHING, errors, self.may_repeat(visit), shape
         call = Call(*place, *what, serial=visit.serial, batch=visit.batch)
-        calls = self.calls.get(task)
-        if calls is None:
-            self.calls[task] = [call]
-        else:
-            calls.append(call)
+        self.calls.setdefault(task, []).append(call)
         return call
 
     def forget(self, tasks: set[int] | None = None) -> None:
@@ -239,13 +252,18 @@ class ModuleLedger:
         self.called = False
         self.watched = False
         """Whether all its parameters have hooks."""
+        self.seen_in = -1
+        """The last ordinary pass that went through it."""
 
     def pending(self) -> bool:
         """Whether anything has arrived since its last update."""
         for parameter in self.parameters:
             if parameter.links:
                 return True
-        return any(layer.calls or layer.problems for layer in self.layers)
+        for layer in self.layers:  # noqa: SIM110 (at every call: no generator)
+            if layer.calls or layer.problems:
+                return True
+        return False
 
     def counted_in(self, task: int) -> bool:
         """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
@@ -275,9 +293,10 @@ class Ledger:
         """Whether gradients have arrived since the last update."""
         self.store_as, self._batch_axis = store_as, batch_axis
         self._serial = 0
-        self._arrived: dict[int, dict[Visit, list[Tensor | None]]] = {}
-        """By backward pass: the gradients of what came out of each visit."""
-        self._held, self._arena = 0, Arena()
+        self._passes: dict[int, Pass] = {}
+        """Those that are under way."""
+        self.held: Held | None = None
+        self._held_bytes, self._arena = 0, Arena()
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
@@ -326,10 +345,10 @@ class Ledger:
                 f"layer {module.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
-        elif key.dim() == 2 and len(key) != self.batch.rows:
+        elif key.dim() == 2 and key.size(0) != self.batch.rows:
             axis = axes.flattened_from(key, self.batch.rows)
             if axis is not None:
-                self.batch.flattened[len(key)] = axis
+                self.batch.flattened[key.size(0)] = axis
         self._serial += 1
         slots, keys = watch.slots, watch.keys
         if keys is not None and not self.store_as.errors:
@@ -339,7 +358,7 @@ class Ledger:
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
-        self._arrived.clear()  # of a pass that never ended: something was raised in it
+        self._passes.clear()  # of a pass that never ended: something was raised in it
         if not module.pending():
             return  # the ordinary case: the last update has cleared everything
         counted = {link.task for p in module.parameters for link in p.links if link.counted}
@@ -354,74 +373,106 @@ class Ledger:
         Gives whether it is the first of its backward pass: then `settle` is to be called when that has ended.
         """
         self.calls_since_backward = 0
-        module = visit.module
+        module, known = visit.module, self._passes.get(task)
+        under_way = known or self._passes.setdefault(task, Pass())
         for p in module.parameters:
-            if p.parameter.requires_grad:
-                p.link(task)
+            if p.parameter.grad is not None and p.parameter.requires_grad:
+                self.take_apart()
+                p.begin(task)
+                under_way.fresh = False
         if visit.problem is not None:
             for layer in module.layers:
                 layer.problems[task] = visit.problem
-            return False
-        arrived = self._arrived.get(task)
-        is_first = arrived is None
-        if arrived is None:
-            arrived = self._arrived[task] = {}
-        errors = arrived.setdefault(visit, [None] * visit.outputs)
+            under_way.fresh = False
+            return known is None
+        errors = under_way.arrived.setdefault(visit, [None] * visit.outputs)
         before = errors[place]
         errors[place] = error if before is None else before + error
-        self._held += error.nbytes
-        if self._held > HELD:
-            self._settle(task, {one: arrived.pop(one) for one in list(arrived) if one.outputs == 1})
-        return is_first
+        self._held_bytes += error.nbytes
+        if self._held_bytes > HELD:
+            self._look_now(task, under_way, [one for one in under_way.arrived if one.outputs == 1])
+        return known is None
 
     def counted(self, parameter: ParameterLedger, task: int) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
         self.pending = True
-        parameter.link(task).counted = True
+        under_way = self._passes.get(task)
+        if under_way is None:  # nothing of it came through the parameter's module
+            parameter.link(task).counted = True
+        else:
+            under_way.counted.append(parameter)
 
     def settle(self, task: int) -> None:
         """A backward pass has ended: look at what has arrived, where it has reached a parameter."""
-        arrived = self._arrived.pop(task, {})
-        self._settle(task, {visit: errors for visit, errors in arrived.items() if visit.module.counted_in(task)})
+        ended = self._passes.pop(task, None)
+        if ended is None or self._hold(task, ended):
+            return
+        self._count(task, ended)
+        self._settle(task, {one: errors for one, errors in ended.arrived.items() if one.module.counted_in(task)})
 
     def settle_early(self) -> None:
         """An optimizer steps within a backward pass (in a hook of a parameter): look at what it may need."""
-        for task, arrived in self._arrived.items():
-            ready = [one for one in arrived if one.outputs == 1 or one.module.counted_in(task)]
-            self._settle(task, {one: arrived.pop(one) for one in ready})
+        for task, under_way in self._passes.items():
+            self._count(task, under_way)
+            ready = [one for one in under_way.arrived if one.outputs == 1 or one.module.counted_in(task)]
+            self._look_now(task, under_way, ready)
 
-    def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
-        """Find the slots of some visits, and copy them."""
-        ordinary, others = [], {}
-        for visit, errors in arrived.items():
-            slots = self._ordinary(visit, errors[0])
-            if slots is None:
-                others[visit] = errors
-            else:
-                ordinary.append((visit, slots))
-        take_all([slots for _, slots in ordinary], self.store_as.dtype, self.store_as.pool, self._arena)
-        for visit, slots in ordinary:
-            if slots.taken:
-                visit.module.layers[0].add_taken(task, visit, len(slots.keys), 1, slots)
-            else:
-                others[visit] = [slots.errors]
-        if others:
-            self._settle_others(task, others)
-        self._held = 0
+    def _look_now(self, task: int, under_way: Pass, visits: list[Visit]) -> None:
+        under_way.fresh = False
+        self._settle(task, {one: under_way.arrived.pop(one) for one in visits})
+
+    def _count(self, task: int, some: Pass) -> None:
+        """The slots of a pass count for the parameters that it has reached."""
+        self.take_apart()
+        for parameter in some.counted:
+            parameter.link(task).counted = True
+        some.counted.clear()
+
+    def _hold(self, task: int, ended: Pass) -> bool:
+        """Keep an ordinary pass as it is; False: it is none."""
+        if self.held is not None or not ended.fresh or self._batch_axis:
+            return False
+        calls, reached, batch = [], 0, self.batch
+        for visit, errors in ended.arrived.items():
+            module, slots = visit.module, self._ordinary(visit, errors[0])
+            if slots is None or visit.batch is not batch or module.seen_in == task or module.pending():
+                return False
+            module.seen_in = task
+            reached += len(module.parameters)
+            calls.append((module.layers[0], visit, slots))
+        if batch is None or not calls or reached != len(ended.counted):
+            return False
+        slots_of = [slots for _, _, slots in calls]
+        if not take_all(slots_of, self.store_as.dtype, self.store_as.pool, self._arena):
+            for slots in slots_of:
+                if slots.taken:
+                    give_back(slots, self.store_as.pool)
+            return False
+        self.held, self._held_bytes = Held(task, batch, calls), 0
+        return True
+
+    def take_apart(self) -> None:
+        """What was kept as an ordinary pass is none: something else came, or is asked for."""
+        held, self.held = self.held, None
+        if held is not None:
+            for layer, visit, slots in held.calls:
+                for parameter in visit.module.parameters:
+                    parameter.link(held.task).counted = True
+                layer.add_taken(held.task, visit, held.batch.rows, 1, slots)
 
     def _ordinary(self, visit: Visit, error: Tensor | None) -> Slots | None:
         """The slots of a call of something like nn.Linear where each row is one; None: it is something else."""
         key, batch = visit.key, visit.batch
-        if key is None or error is None or batch is None or self._batch_axis:
+        if key is None or error is None or batch is None:
             return None
-        if key.dim() != 2 or len(key) != batch.rows or not key.dtype is error.dtype is torch.float32:
+        if key.dim() != 2 or key.size(0) != batch.rows or not key.dtype is error.dtype is torch.float32:
             return None
         layer = visit.module.layers[0]
         return None if layer.taking is None else Slots(key, error, layer.taking, layer.may_repeat(visit))
 
     @torch.no_grad()
-    def _settle_others(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
-        """The same for those that are not ordinary, or turned out not to be."""
+    def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
+        """Find the slots of some visits, and copy them."""
         read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
         slots = [one.slots for one in read if one.slots is not None]
         take_all(slots, self.store_as.dtype, self.store_as.pool, self._arena)
@@ -435,6 +486,7 @@ class Ledger:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
             for (call, name, _), vectors in zip(wanted, copied, strict=True):
                 setattr(call, name, vectors)
+        self._held_bytes = 0
 
     def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""

@@ -71,11 +71,20 @@ class Looks:
         told[:, 6] = address(self._parts) + 8 * (FIELDS * np.arange(count) + SCALE)
         return told
 
-    def before_update(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> tuple[bool, bool]:
+    def attach(self) -> None:
+        """From now on, who takes slots tells what their gradients are to be compared with."""
+        if self._loops is not None:
+            for place, ledger in enumerate(self.ledgers):
+                ledger.look_at, ledger.looks = self._before_at + 8 * FIELDS * place, self
+
+    def before_update(
+        self, gradients: Sequence[Tensor | None], links: Sequence[Link | None] | None
+    ) -> tuple[bool, bool]:
         """Look at the gradients, and at a part of the parameters.
 
-        links: the backward pass that made a gradient, if it was a single one. Gives whether each gradient is its pass's, times a factor
-        that means something (`factors`; else see `verdict` and `seen` of each); and whether nothing has changed the parameters, for sure.
+        links: the backward pass that made a gradient, if it was a single one; None: that is told already (`attach`). Gives whether each
+        gradient is its pass's, times a factor that means something (`factors`; else see `verdict` and `seen` of each); and whether nothing
+        has changed the parameters, for sure.
         """
         where = self._where(gradients) if self._loops is not None else None
         if where is None:
@@ -85,13 +94,17 @@ class Looks:
             return False, self.unchanged()
         self._looked = None
         self._gradients[:, TENSOR] = where
-        self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
-        self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
+        if links is not None:
+            self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
+            self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
         may_be_same, count = self._may_be_same(), len(where)
         unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
         found = self._found.tolist()
-        self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
-        return not unusual and all(link is not None for link in links), may_be_same and self._same(found[count:])
+        self._judged = [*found[:count]]
+        if links is not None:
+            self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
+            unusual += sum(link is None for link in links)
+        return not unusual, may_be_same and self._same(found[count:])
 
     def factors(self) -> list[tuple[float, float]]:
         """Of each gradient: the factor of its only pass, and the residual."""

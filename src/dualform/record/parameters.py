@@ -84,7 +84,7 @@ class ParameterLedger:
     def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
         """vector: a bias, or an elementwise weight of any shape."""
         self.number, self.name, self.parameter = number, name, parameter
-        self.is_matrix = not vector
+        self.is_matrix, self.shape = not vector, tuple(parameter.shape)
         rows = parameter.numel() if vector else parameter.shape[0]
         columns = parameter.numel() // max(rows, 1) if self.is_matrix else 1
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
@@ -98,6 +98,10 @@ class ParameterLedger:
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
+        self.look_at = 0
+        """Where the compiled loop is told of its gradient (see Looks), if somebody looks at it; …"""
+        self.looks: object = None
+        """… who keeps that place in memory."""
         # Between steps, a part of its rows is looked at; of a vector all of them, in one turn of so many
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
@@ -188,14 +192,20 @@ class ParameterLedger:
     # Backward passes
 
     def link(self, task: int) -> Link:
-        """The link of a graph task: begun at its first error signal, before anything is added to .grad."""
+        """The link of a graph task. If it is not there yet, there was no gradient when the pass began (else see `begin`)."""
         for link in reversed(self.links):
             if link.task == task:
                 return link
-        gradient = self.parameter.grad
-        if gradient is None:
-            del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
-        before = None if gradient is None else self.look(gradient).astype(np.float64)
+        del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
+        return self._linked(None, task)
+
+    def begin(self, task: int) -> None:
+        """There is a gradient when the first error signal of a graph task arrives, before anything is added to it: look at it."""
+        if not any(link.task == task for link in self.links):
+            assert self.parameter.grad is not None
+            self._linked(self.look(self.parameter.grad).astype(np.float64), task)
+
+    def _linked(self, before: audit.Seen | None, task: int) -> Link:
         link = Link(before, self._nothing, 0.0, task)
         self.links.append(link)
         return link
