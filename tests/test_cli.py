@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -251,7 +252,8 @@ def test_all_kinds_of_query_files_give_the_same(run, queries, tmp_path):
         out = tmp_path / file.replace(".", "-")
         assert call("export", run, "--to", out, "--queries", tmp_path / file, "--layer", "0").exit_code == 0
         answers.append(pl.read_parquet(out / "attention-0.parquet"))
-    assert all(answer.equals(answers[0]) for answer in answers)
+    for answer in answers:
+        assert_frame_equal(answer, answers[0])  # but for rounding: where a matrix begins decides how it is multiplied
 
 
 def test_keys_alone_export_but_do_not_verify(tmp_path, queries):
