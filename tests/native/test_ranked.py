@@ -67,6 +67,8 @@ def test_bounds_that_reach():
     least, codes = torch.tensor([[1.5, -torch.inf]]), torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.int32)
     assert reaching(bound, codes, least).tolist() == [False, True, True, True, True, False]
     assert reaching(bound, None, least[:, :1]).tolist() == [False, True, False, True, False, False]
+    apart = least.repeat_interleave(3, 1)[:, ::3]  # what is needed is often a column of a table
+    assert reaching(bound, codes, apart).tolist() == [False, True, True, True, True, False]
 
 
 def test_what_is_found_in_another_way(monkeypatch):

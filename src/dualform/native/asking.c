@@ -5,6 +5,7 @@ typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
+enum { PASSED = 4096 }; /* so many scores are compared with what is needed at a time */
 enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high */
 enum { AHEAD = 2 }; /* so many vectors before it is needed, the processor is told of one */
 
@@ -114,6 +115,14 @@ static void to_the_front(uint64_t *x, int64_t n, int64_t k) {
     }
 }
 
+/* out (n): whether a number is not below what its group needs */
+LOOP void compare(int64_t n, const float *restrict bound, const int32_t *codes, const float *least, char *restrict out) {
+    if (codes)
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < least[codes[i]]);
+    else
+        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < *least);
+}
+
 typedef struct {
     int64_t groups, k, stride;
     const float *scores;
@@ -128,21 +137,38 @@ static void keep_highest(uint64_t *mine, int64_t *count, int64_t k) {
     *count = k;
 }
 
-/* Of every stride-th score from low to high. least: what there is no need to look below. */
-static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, int64_t *counts, float *least) {
-    const int64_t k = h->k;
-    for (int64_t i = low; i < high; i += h->stride) {
-        const int64_t group = h->codes ? h->codes[i] : 0;
-        if (h->scores[i] < least[group]) continue;
-        uint64_t *mine = held + group * 2 * k;
-        mine[counts[group]++] = standing(h->scores[i], i);
-        if (counts[group] == 2 * k) {
-            keep_highest(mine, counts + group, k);
-            least[group] = h->scores[UINT32_MAX - (uint32_t)mine[k - 1]];
-        }
+static inline void offer(const Highest *h, int64_t i, uint64_t *held, int64_t *counts, float *least) {
+    const int64_t group = h->codes ? h->codes[i] : 0, k = h->k;
+    if (h->scores[i] < least[group]) return;
+    uint64_t *mine = held + group * 2 * k;
+    mine[counts[group]++] = standing(h->scores[i], i);
+    if (counts[group] == 2 * k) {
+        keep_highest(mine, counts + group, k);
+        least[group] = h->scores[UINT32_MAX - (uint32_t)mine[k - 1]];
     }
+}
+
+/* Of every stride-th score from low to high. least: what there is no need to look below. Of all scores, most are passed over eight
+   at a time. */
+static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, int64_t *counts, float *least) {
+    char high_enough[PASSED];
+    uint64_t eight;
+    if (h->stride > 1)
+        for (int64_t i = low; i < high; i += h->stride) offer(h, i, held, counts, least);
+    else
+        for (int64_t i = low; i < high; i += PASSED) {
+            const int64_t some = high - i < PASSED ? high - i : PASSED;
+            compare(some, h->scores + i, h->codes ? h->codes + i : NULL, least, high_enough);
+            memset(high_enough + some, 0, (size_t)(PASSED - some));
+            for (int64_t j = 0; j < some; j += 8) {
+                memcpy(&eight, high_enough + j, 8);
+                if (eight)
+                    for (int64_t m = j; m < j + 8; m++)
+                        if (high_enough[m]) offer(h, i + m, held, counts, least);
+            }
+        }
     for (int64_t group = 0; group < h->groups; group++)
-        if (counts[group] > k) keep_highest(held + group * 2 * k, counts + group, k);
+        if (counts[group] > h->k) keep_highest(held + group * 2 * h->k, counts + group, h->k);
 }
 
 static void some_highest(void *what, int64_t low, int64_t high, int part) {
@@ -192,13 +218,6 @@ void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const in
         }
         if (enough || !guessed) return;
     }
-}
-
-LOOP void compare(int64_t n, const float *restrict bound, const int32_t *codes, const float *least, char *restrict out) {
-    if (codes)
-        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < least[codes[i]]);
-    else
-        for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < *least);
 }
 
 typedef struct {

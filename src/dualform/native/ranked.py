@@ -48,7 +48,7 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highes
 
 def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | None:
     """Whether bounds (1, n) are not below what their groups need, (1, groups): (n,); None: find out in another way."""
-    loops, out = kernels(), torch.empty(bound.shape[1], dtype=torch.bool)
+    loops, out, least = kernels(), torch.empty(bound.shape[1], dtype=torch.bool), least.contiguous()
     if loops is None or not _fit(bound, codes) or not _fit(least, None):
         return None
     places = (bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr(), out.data_ptr())

@@ -222,7 +222,7 @@ class Answer(ABC):
 
     def _described(self, frame: pl.DataFrame) -> pl.DataFrame:
         found = describe(self._store, self.layer.name, frame["slot"].to_numpy(), self._end)
-        return frame.hstack(found.drop("slot").get_columns())
+        return frame.hstack(found.get_columns()[1:])
 
     def total(
         self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False

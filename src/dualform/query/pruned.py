@@ -178,7 +178,9 @@ class Wanted:
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
         chosen = self._highest(guess, places, count)
         if chosen is not None:
-            return torch.from_numpy(np.sort(torch.cat(_apart(chosen)).numpy()))
+            marked = np.zeros(guess.shape[1] + 1, bool)  # those of small groups are −1: the last
+            marked[chosen.places.numpy().reshape(-1)] = True
+            return torch.from_numpy(np.flatnonzero(marked[:-1]))
         found = [torch.zeros(0, dtype=torch.int64)]
         for mine in self.members.by_group if isinstance(places, slice) else self.members.grouped(places):
             rest = len(mine) - count
@@ -240,7 +242,7 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | Non
         return None
     scores = torch.cat([known, bounds.exact(queries, places)], 1)
     places = torch.cat([looked, places])
-    order = torch.from_numpy(np.argsort(places.numpy()))
+    order = torch.from_numpy(np.argsort(places.numpy(), kind="stable"))  # two that ascend: in linear time
     return wanted.best(places[order], scores[:, order])
 
 

@@ -62,23 +62,23 @@ class Store(Sealed):
         tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
         return pl.concat([empty, *tables_of], rechunk=True)
 
-    def _some_rows(self, rows: Ints) -> pl.DataFrame:
+    def _some_rows(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
         """Rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
         if "rows" in vars(self):
-            return self.rows[rows]
+            return _taken(self.rows, columns, rows)
         counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
         home = np.searchsorted(ends := np.cumsum(counts), rows, side="right")
         needed, which = np.unique(home, return_inverse=True)
         few = len({*needed.tolist(), *self._read_rows}) <= len(counts) // 4
         if counts.sum() <= WHOLE or not few or not len(rows):
             self._read_rows.clear()
-            return self.rows[rows]
+            return _taken(self.rows, columns, rows)
         for place in needed.tolist():
             if place not in self._read_rows:
                 self._read_rows[place] = self.rows_in(place)
         begin = np.cumsum(counts[needed]) - counts[needed]
         joined = pl.concat([self._read_rows[place] for place in needed.tolist()])
-        return joined[begin[which] + rows - (ends - counts)[home]]
+        return _taken(joined, columns, begin[which] + rows - (ends - counts)[home])
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -285,17 +285,14 @@ class Store(Sealed):
 
         A column per position gives each slot its own entry; null where the layer has another number of positions.
         """
-        table = pl.DataFrame(
-            {"position": position, "positions": positions}, schema={"position": pl.Int64, "positions": pl.Int64}
-        )
-        if columns:
-            table = pl.concat([self._some_rows(rows).select(columns), table], how="horizontal")
+        table = self._some_rows(rows, columns) if columns else pl.DataFrame()
+        place = pl.Series("position", position, pl.Int64)
         for column in self.manifest.columns:
             if column.per == "position" and column.name in columns:
-                fits = pl.col(column.name).list.len() == pl.col("positions")
-                entry = pl.col(column.name).list.get(pl.col("position"), null_on_oob=True)
+                fits = pl.col(column.name).list.len() == pl.lit(pl.Series(positions, dtype=pl.Int64))
+                entry = pl.col(column.name).list.get(pl.lit(place), null_on_oob=True)
                 table = table.with_columns(pl.when(fits).then(entry).alias(column.name))
-        return table.drop("positions")
+        return pl.DataFrame([*table.get_columns(), place])
 
     def snapshot(self, step: int) -> TensorFile:
         """The weights, buffers and optimizer state after `step` updates."""
@@ -314,3 +311,8 @@ class Store(Sealed):
         chunk = self.manifest.chunks[number]
         table = self._read_table(self.folder / chunk_name(number) / name, chunk.files[name])
         return table.filter(pl.col("step") < chunk.end_step)
+
+
+def _taken(table: pl.DataFrame, columns: list[str], rows: Ints) -> pl.DataFrame:
+    """Some rows. Column by column: a whole table's would be taken by Polars' threads, which wait for PyTorch's to sleep."""
+    return pl.DataFrame([table[name][rows] for name in columns])
