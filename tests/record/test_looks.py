@@ -288,6 +288,7 @@ def test_another_update_than_that_of_sgd_is_seen() -> None:
 @pytest.mark.parametrize("size", [1e10, 1e25, 1e38])
 def test_a_walk_that_blows_up_is_no_edit(size: float) -> None:
     """… nor is its coming down: what was large has left rounding errors that are large beside what is small."""
+    torch.manual_seed(22)  # with which a weight stays finite among others that do not
     walk = Walk(lr=0.1, momentum=0.9)
     assert all(walk.step() for _ in range(PARTS))
     walk.size = size

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import BatchError, RecordingError, UnexplainedError
+from dualform.native.kernels import kernels
 from dualform.record import ledger
 from training import assert_same_weights
 
@@ -419,6 +420,26 @@ def test_weights_moved_by_hand_are_an_error_that_names_them(path):
                 F.mse_loss(model(x), y).backward()
                 if number == 2:
                     model[0].weight.data.mul_(0.99)
+                optimizer.step()
+
+
+@pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
+def test_a_hook_that_changes_gradients_after_the_recorder_has_seen_them(path):
+    """The update is not the one that the recorder expects: told at the next step."""
+    model = network(4, 8, 2, dtype=torch.float32)
+    optimizer = sgd(model)
+
+    def halve(*_):
+        model[2].weight.grad.mul_(0.5)
+
+    with pytest.raises(UnexplainedError, match=r"step 3: '2.weight' was changed .* a hook that runs after"):
+        with dualform.record(model, optimizer, path) as recorder:
+            for number, (ids, x, y) in enumerate(batches(5)):
+                if number == 2:
+                    optimizer.register_step_pre_hook(halve)
+                recorder.batch(sample_id=ids)
+                optimizer.zero_grad()
+                F.mse_loss(model(x.float()), y.float()).backward()
                 optimizer.step()
 
 

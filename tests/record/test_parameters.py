@@ -33,3 +33,15 @@ def test_of_a_diverged_weight_only_its_coming_back_is_seen(size):
     with torch.no_grad():
         weight.copy_(signs)
     assert ledger.changed()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e18, 1e25, 1e36])
+def test_rounding_is_no_edit_however_large_a_weight_is(size):
+    """Squares of what is seen of it may not fit into its type."""
+    weight = nn.Parameter(size * torch.randn(1, 5, generator=torch.Generator().manual_seed(0)))
+    ledger = ParameterLedger(0, "w", weight, 0, vector=False)
+    seen, mark = ledger.seen.astype(float), (weight._version, weight.data_ptr())
+    ledger.remembered(seen * (1 + 1e-7), mark, 0)
+    assert not ledger.changed()
+    ledger.remembered(seen * (1 + 1e-3), mark, 0)
+    assert ledger.changed()

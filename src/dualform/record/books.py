@@ -28,7 +28,7 @@ from dualform.store import records
 
 EDITED = (
     "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of "
-    "weights, a constraint)"
+    "weights, a constraint), or its gradient by a hook that runs after the recorder's"
 )
 REPLACED = "had its optimizer state replaced since the last step (optimizer.load_state_dict)"
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"

@@ -141,9 +141,8 @@ class Looks:
             self._walks.view(np.float64)[:, 7:14] = [[one[name] for name in SGD] for one in settings]
             self._loops.walked(len(where), self._walks_at, self._fingerprints_at)
             fingerprints: list[float] = self._fingerprints.tolist()
-            if all(
-                map(math.isfinite, fingerprints)
-            ):  # else something has overflowed here that may not have done so there
+            # Else something has overflowed here that may not have done so there
+            if all(map(math.isfinite, fingerprints)):
                 return fingerprints
         self._after[:, TENSOR] = where
         self._run(len(where), self._after_at, self._remembered_at)

@@ -174,13 +174,13 @@ class ParameterLedger:
         found = self.look(now)
         if (found == known).all():
             return False
+        found = found.astype(np.float64)  # squares of what is large do not fit into float32
         with np.errstate(all="ignore"):
-            size = float(self.seen @ self.seen)
+            size = self.size**2
             if not math.isfinite(size):
                 # It has diverged; its sums overflow now so, now so. What is seen is its coming back
-                whole = self.look(parameter)
-                return math.isfinite(float(whole @ whole))
-            if not math.isfinite(float(found @ found)):
+                return math.isfinite(norm_of(self.look(parameter).astype(np.float64)))
+            if not math.isfinite(norm_of(found)):
                 return size < FAR * FAR
             # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of
             # the weight: of all rows, since a single one may cancel
