@@ -112,7 +112,7 @@ def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Te
     """√(keyᵀ (A + αI)⁻¹ key) of each row, the constant included."""
     [pairing] = pairings(layer)
     triangle = torch.linalg.cholesky(damped(factors.keys, DAMPING))[0].float()
-    found = torch.zeros(segment.end_row - segment.first_row)
+    found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float32)
     for window in windows(store, segment.first_row, segment.end_row, ROWS):
         chunk = store.chunk_of(layer.name, window.place)
         for piece in [] if chunk is None else pieces(chunk, window.begin, window.end, layer.d_in):

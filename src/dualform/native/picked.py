@@ -37,7 +37,7 @@ class Picked:
             return None
         if queries.dtype != torch.float32 or numbers.dtype != torch.int64:
             return None
-        queries, numbers, out = queries.contiguous(), numbers.contiguous(), torch.empty(m, n)
+        queries, numbers, out = queries.contiguous(), numbers.contiguous(), queries.new_empty(m, n)
         tables = (self._ends.ctypes.data, self._places.ctypes.data, self._powers.ctypes.data)
         sizes = (n, len(self._ends), d, m, self._kind)
         if loops.picked(

@@ -76,8 +76,9 @@ typedef struct {
     int64_t at;             /* where what is seen goes */
     double *known;          /* what it is to be compared with, or NULL */
     int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
-    double scale, roundoff; /* of what is known, as an audit.Link has them. roundoff 0: no verdict is wanted; a part is the same if no
-                               more than `scale` is between what is seen and what is known, squared */
+    double scale, roundoff; /* a bound on the absolute terms of what is known, as an audit.Link has it, and the parameter's unit
+                               roundoff. roundoff 0: no verdict is wanted; a part is the same if no more than `scale` is between what
+                               is seen and what is known, squared */
     /* Found by looks(): its first row, and how many there are */
     int64_t first, some;
 } Look;
@@ -285,7 +286,7 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
    ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
-   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something. */
+   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something. Nothing known explains nothing. */
 int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
@@ -302,11 +303,11 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
         const int64_t n = look->known ? look->some * look->k : 0;
         const double *seen = out + look->at;
         double *known = look->known ? look->known + look->first * look->k : NULL;
-        if (known && look->roundoff != 0) {
+        if (known && look->roundoff != 0)
             explain(n, seen, known, look->scale, look->roundoff, found);
-            unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
-        } else
+        else
             compare_sums(n, seen, known, found);
+        if (look->roundoff != 0) unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
         if (look->turns && found[3] <= look->scale) {
             found[3] = 0;
             if (n) memcpy(known, seen, sizeof(double) * (size_t)n);

@@ -137,6 +137,7 @@ def record(
         batch_axis=dict(batch_axis or {}),
         settings={"seed": str(seed)},
     )
+    books.refuse_shared()
     kept = None
     if before is not None:
         manifest = resuming.go_on(folder, before, manifest, ledger, books)

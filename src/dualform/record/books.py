@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.errors import UnexplainedError
+from dualform.errors import RecordingError, UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.ledger import Held, LayerLedger, Ledger, ModuleLedger
@@ -75,6 +75,8 @@ class Books:
         self._keep, self._on_unexplained = keep, on_unexplained
         self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
         self._watched: dict[int, _Watched] = {}
+        self._regrouped = False
+        """Whether an optimizer has other parameters than when that was last looked at."""
         self._rows_of: dict[int, int] = {}
         self._backward_of: dict[int, int] = {}
         """By backward pass: its number in the open step."""
@@ -108,11 +110,25 @@ class Books:
             looks, numbers = Looks(ledgers), [ledger.number for ledger in ledgers]
             watched = _Watched(list(groups), now, found, looks, numbers, modules, whole)
             if known is not None:
+                self._ledger.take_apart()  # what it is to explain was told to others than these looks
                 known.looks.hand_out()
                 watched.states = known.states
             looks.attach()
-            known = self._watched[number] = watched
+            known, self._regrouped = watched, True
+            self._watched[number] = watched
         return known
+
+    def refuse_shared(self) -> None:
+        """Refuse parameters that several optimizers update: a dual form holds for one."""
+        seen: set[str] = set()
+        for ledger, _ in self.recorded():
+            if ledger.name in seen:
+                raise RecordingError(
+                    f"{ledger.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
+                    f"parameter to one of them; if another takes over, end the recording and begin a new one."
+                )
+            seen.add(ledger.name)
+        self._regrouped = False
 
     def optimizer_state(self) -> list[tuple[ParameterLedger, str, Tensor]]:
         """The state tensors of all optimizers that belong to the initial part."""
@@ -179,8 +195,10 @@ class Books:
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        watched, optimizer, replay = self._watch(number), self._optimizers[number], self._replays[number]
-        looks = watched.looks
+        watched = [self._watch(one) for one in range(len(self._optimizers))][number]
+        if self._regrouped:
+            self.refuse_shared()
+        looks, optimizer, replay = watched.looks, self._optimizers[number], self._replays[number]
         gradients = [parameter.grad for parameter in looks.parameters]
         held = self._held(watched)
         links = None if held else [_only_pass(ledger) for ledger in looks.ledgers]
@@ -207,6 +225,7 @@ class Books:
             held is not None
             and watched.whole
             and len(held.calls) == len(watched.modules)
+            and all(module.seen_in == held.task for module in watched.modules)
             and len(self._optimizers) == 1
         ):
             return held
@@ -239,9 +258,10 @@ class Books:
         self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]]
     ) -> bool:
         """Write down an update by the gradients of a single backward pass, of whole layers; False: it is none."""
-        (task, *others) = {ledger.links[0].task for ledger in watched.looks.ledgers} or {-1}
-        if others or task in self._backward_of:
+        tasks = {ledger.links[0].task for ledger in watched.looks.ledgers}
+        if len(tasks) != 1 or not tasks.isdisjoint(self._backward_of):
             return False
+        [task] = tasks
         for module in watched.modules:
             for layer in module.layers:
                 self._store(layer, task, step)
@@ -265,7 +285,7 @@ class Books:
         looks, kind = watched.looks, self._kind(number)
         for place, (factor, residual) in enumerate(looks.factors()):
             ledger, kept = looks.ledgers[place], None
-            if not ledger.is_matrix and self._keep != "keys":  # it is seen as it is
+            if self._keeps_gradient(ledger):  # it is seen as it is
                 kept = looks.seen(place).astype(np.float32).reshape(ledger.shape)
             step.updates.append(
                 records.Update(ledger.number, kind, settings[place], [*earlier, factor], residual, kept)

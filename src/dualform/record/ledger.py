@@ -397,7 +397,9 @@ class Ledger:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
         self.pending = True
         under_way = self._passes.get(task)
-        if under_way is None:  # nothing of it came through the parameter's module
+        if under_way is None:  # nothing of it came through a module
+            self.take_apart()
+            parameter.begin(task)
             parameter.link(task).counted = True
         else:
             under_way.counted.append(parameter)
@@ -424,7 +426,10 @@ class Ledger:
     def _count(self, task: int, some: Pass) -> None:
         """The slots of a pass count for the parameters that it has reached."""
         self.take_apart()
+        visited = {parameter for visit in some.arrived for parameter in visit.module.parameters}
         for parameter in some.counted:
+            if parameter not in visited:  # it came some other way than through its module
+                parameter.begin(task)
             parameter.link(task).counted = True
         some.counted.clear()
 
@@ -466,6 +471,8 @@ class Ledger:
         if key is None or error is None or batch is None:
             return None
         if key.dim() != 2 or key.size(0) != batch.rows or not key.dtype is error.dtype is torch.float32:
+            return None
+        if not (key.is_contiguous() and error.is_contiguous()):
             return None
         layer = visit.module.layers[0]
         return None if layer.taking is None else Slots(key, error, layer.taking, layer.may_repeat(visit))

@@ -21,7 +21,7 @@ TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
 SGD = ("lr", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "fresh")
 """The settings by which a parameter goes on its way, …"""
 WAY = 15
-"""… and how many numbers the loop is told of it, these from the seventh on."""
+"""… and how many numbers the loop is told of it, these from place 7 on."""
 
 
 class Looks:
@@ -103,7 +103,6 @@ class Looks:
         self._judged = [*found[:count]]
         if links is not None:
             self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
-            unusual += sum(link is None for link in links)
         return not unusual, may_be_same and self._same(found[count:])
 
     def factors(self) -> list[tuple[float, float]]:

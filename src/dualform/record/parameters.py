@@ -77,8 +77,9 @@ def bound_of(keys: Tensor) -> float:
 class ParameterLedger:
     """One parameter: the backward passes since its last update, and what it looked like after that.
 
-    Changes that PyTorch counts (`_version`) are always looked into. Edits through .data leave no such trace: of a weight, an
-    eighth of the rows is compared each time, so an edit of the whole weight never passes; a bias every eighth time.
+    Changes that PyTorch counts (`_version`) between an update and the next are always looked into. Edits through .data leave no such
+    trace, nor do others that happen within an update whose end is foretold (Looks.remember): of a weight, an eighth of the rows is
+    compared each time, so an edit of the whole weight never passes; a bias every eighth time.
     """
 
     def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
@@ -200,10 +201,13 @@ class ParameterLedger:
         return self._linked(None, task)
 
     def begin(self, task: int) -> None:
-        """There is a gradient when the first error signal of a graph task arrives, before anything is added to it: look at it."""
-        if not any(link.task == task for link in self.links):
-            assert self.parameter.grad is not None
-            self._linked(self.look(self.parameter.grad).astype(np.float64), task)
+        """The first that is known of a graph task: look at the gradient, if there is one.
+
+        Nothing has been added to it yet if an error signal arrives; if the pass went past its module, all has, and no slots tell what.
+        """
+        gradient = self.parameter.grad
+        if gradient is not None and not any(link.task == task for link in self.links):
+            self._linked(self.look(gradient).astype(np.float64), task)
 
     def _linked(self, before: audit.Seen | None, task: int) -> Link:
         link = Link(before, self._nothing, 0.0, task)

@@ -42,7 +42,7 @@ class Encoded:
     names: Tensor | None = None
     """128 bits that tell each vector as it is stored, (n, 2) int64; None: they are not known."""
     nbytes: int = field(init=False)
-    """How much memory it takes."""
+    """How many bytes are stored (names are not)."""
     places: tuple[int, int, int] = field(init=False)
     """Where vectors, exponents and names begin in memory; 0: there are none."""
 

@@ -72,7 +72,7 @@ class Step:
     updates: list[Update] = field(default_factory=list)
     log: dict[str, float] = field(default_factory=dict)
     after: dict[int, float] = field(default_factory=dict)
-    """By parameter: one number that tells its weights after the update, r · (W R)."""
+    """By parameter: one number that tells its weights after the update, r · (W R); of SGD, what they must be, to rounding."""
     marks: dict[str, str] = field(default_factory=dict)
     """Layers that are inexact from this step on, and why."""
 

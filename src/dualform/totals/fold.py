@@ -192,7 +192,7 @@ class Accumulated:
             if vectors is None:
                 assert isinstance(slots.keys, Numbers)
                 sums = self._rows(f"{grouping}.{number}.keys", count, (layer.d_in,), torch.float32)
-                sums.index_put_((which, slots.keys.places), torch.ones(len(which)), accumulate=True)
+                sums.index_put_((which, slots.keys.places), sums.new_ones(len(which)), accumulate=True)
                 continue
             kind = torch.float64 if vectors.dtype == torch.float64 else torch.float32
             sums = self._rows(f"{grouping}.{number}.keys", count, vectors.shape[1:], kind)
