@@ -167,6 +167,22 @@ def test_bounds_that_tell_nothing_are_given_up(monkeypatch):
         assert best_of(bounds, 2, Wanted(900, "lowest", Members(torch.arange(3000))), keys.dtype) is None
 
 
+def test_they_are_given_up_before_much_was_read(monkeypatch):
+    for name, value in {"AT_ONCE": 0, "WIDE": 500, "ENOUGH": 100, "LOOK": 200}.items():
+        monkeypatch.setattr(pruned, name, value)
+    keys = torch.nn.functional.normalize(torch.randn(20_000, 200, generator=torch.Generator().manual_seed(0)), dim=1)
+    read = []
+
+    class Counted(Products):
+        def exact(self, queries, places):
+            read.append(len(places))
+            return super().exact(queries, places)
+
+    bounds = Counted(seen(keys[:1], keys), "lowest")
+    assert best_of(bounds, 1, Wanted(10, "lowest", Members(torch.arange(20_000))), keys.dtype) is None
+    assert sum(read) <= pruned.EARLY * pruned.DENSE * 20_000 + 1000
+
+
 @pytest.mark.parametrize("small", [0, 1000])
 @pytest.mark.parametrize(("k", "way"), [(0, {}), (True, {}), (2.5, {}), (3, {"absolute": True, "lowest": True})])
 def test_best_refuses_what_top_refuses(tmp_path, monkeypatch, small, k, way):

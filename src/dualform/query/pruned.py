@@ -33,8 +33,8 @@ ENOUGH = 4096
 """When so many slots have passed, they are looked at."""
 MANY, FINE = 1024, 1 << 16
 """If more slots have passed than this, finer bounds decide which of them are read; so many at a time, for one query."""
-DENSE = 0.25
-"""If more than this part of the slots passes, bounds do not pay."""
+DENSE, EARLY = 0.25, 1 / 8
+"""If more than this part of the slots passes, bounds do not pay; of many slots that is told by so large a part of them."""
 
 
 class Bounds(Protocol):
@@ -265,7 +265,7 @@ def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, d
         if waiting >= ENOUGH or low + size >= len(long):
             near = _finer(bounds, queries, torch.cat(passed), wanted, least)
             passed, waiting, read = [long[:0]], 0, read + len(near)
-            if read > DENSE * len(members.numbers):
+            if read > DENSE * len(members.numbers) * max(EARLY, min(1, (low + size) / len(long))):
                 return None
             wanted.add(bests, near, bounds.exact(queries, near))
             least = torch.maximum(least, torch.stack([wanted.kth(best.scores, best.numbers) for best in bests], 1))

@@ -125,7 +125,8 @@ class Books:
             if ledger.name in seen:
                 raise RecordingError(
                     f"{ledger.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
-                    f"parameter to one of them; if another takes over, end the recording and begin a new one."
+                    f"parameter to one of them; if one takes over from the other, close the recording and go on with "
+                    f"record(model, other, path, resume=True)."
                 )
             seen.add(ledger.name)
         self._regrouped = False
