@@ -93,7 +93,7 @@ def draw(panels: dict[str, dict[str, Series]]) -> None:
             other.loglog(list(disk), list(disk.values()), "s--", color="grey", alpha=0.6)
             place.plot([], [], "s--", color="grey", label=f"disk: ∝ n^{exponent(disk):.2f}")
             other.set_ylabel("bytes")
-        place.set(xlabel=title, ylabel="seconds of one processor")
+        place.set(xlabel=title, ylabel="seconds of the processor")
         place.legend(fontsize=7, loc="upper left")
         place.grid(alpha=0.3)
         place.margins(y=0.35)

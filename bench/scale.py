@@ -39,6 +39,9 @@ if __name__ == "__main__":
     ask("top-10 of 128 queries", lambda: dual.attend(image)["2"].best(10))
     ask("contributions to a logit, top-10 of 128, the first", lambda: dual.contributions(image)["4"].best(10))
     ask("contributions to a logit, top-10 of 128", lambda: dual.contributions(image)["4"].best(10))
+    ask("top-500 of every class, the first", lambda: dual.attend(image[:1])["2"].top(500, per="label"))
+    ask("top-500 of every class", lambda: dual.attend(image[:1])["2"].top(500, per="label"))
+    ask("masked without one sample", lambda: dual.masked(drop="sample_id = 7"))
     size = {
         "steps": dual.end_step,
         "slots": slots,
