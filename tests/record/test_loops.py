@@ -212,7 +212,7 @@ def test_an_optimizer_for_each_parameter_that_steps_during_the_backward_pass(pat
 
 @pytest.mark.parametrize("held", [0, 200, 1 << 20])
 def test_however_much_is_held_until_a_backward_pass_ends(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(ledger, "HELD", held)
+    monkeypatch.setattr(ledger, "ARRIVED", held)
     model = network(4, 8, 8, 2)
     optimizer = sgd(model)
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:

@@ -34,7 +34,7 @@ from dualform.store.records import Block
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
-HELD = 32 << 20
+ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 HALVES = (torch.float16, torch.bfloat16)
 NOTHING = Encoded(torch.empty(0, 0), None)
@@ -296,7 +296,7 @@ class Ledger:
         self._passes: dict[int, Pass] = {}
         """Those that are under way."""
         self.held: Held | None = None
-        self._held_bytes, self._arena = 0, Arena()
+        self._arrived_bytes, self._arena = 0, Arena()
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
@@ -388,8 +388,8 @@ class Ledger:
         errors = under_way.arrived.setdefault(visit, [None] * visit.outputs)
         before = errors[place]
         errors[place] = error if before is None else before + error
-        self._held_bytes += error.nbytes
-        if self._held_bytes > HELD:
+        self._arrived_bytes += error.nbytes
+        if self._arrived_bytes > ARRIVED:
             self._look_now(task, under_way, [one for one in under_way.arrived if one.outputs == 1])
         return known is None
 
@@ -453,7 +453,7 @@ class Ledger:
                 if slots.taken:
                     give_back(slots, self.store_as.pool)
             return False
-        self.held, self._held_bytes = Held(task, batch, calls), 0
+        self.held, self._arrived_bytes = Held(task, batch, calls), 0
         return True
 
     def take_apart(self) -> None:
@@ -493,7 +493,7 @@ class Ledger:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
             for (call, name, _), vectors in zip(wanted, copied, strict=True):
                 setattr(call, name, vectors)
-        self._held_bytes = 0
+        self._arrived_bytes = 0
 
     def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""
