@@ -613,7 +613,7 @@ def test_mark_lets_the_training_go_on_and_shows_everywhere(path):
             recorder.batch(sample_id=ids)
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
-            if number == 3:
+            if number >= 3:  # the first time is what counts
                 nn.utils.clip_grad_value_(model[0].parameters(), 1e-3)
             optimizer.step()
     dual = dualform.open(path, model)
@@ -627,6 +627,38 @@ def test_mark_lets_the_training_go_on_and_shows_everywhere(path):
     with pytest.warns(dualform.errors.InexactWarning, match=r"'0'.*step 3"):
         dual.attend(torch.zeros(1, 4))
     assert dual.until(3).verify().frame["verdict"].to_list().count("inexact") == 0
+
+
+@pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
+def test_an_edit_that_is_found_late_counts_from_when_it_may_have_happened(path):
+    """Of a weight an eighth is compared in each step: the last row has its turn some steps after it was edited."""
+    model = network(4, 16, 2, dtype=torch.float32)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path, on_unexplained="mark") as recorder:
+        for number, (ids, x, y) in enumerate(batches(30)):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            F.mse_loss(model(x.float()), y.float()).backward()
+            if number == 10:
+                model[0].weight.data[-1, 0] += 1.0
+            optimizer.step()
+    mark = dualform.open(path, model).info()["inexact"]["0"]
+    assert 3 <= mark["step"] <= 10
+    assert "within the last 8 steps" in mark["why"]
+
+
+def test_an_edit_of_a_bias_through_data_never_passes(path):
+    model = network(4, 8, 2)
+    optimizer = sgd(model)
+    with pytest.raises(UnexplainedError, match=r"step 3: '2.bias' was changed"):
+        with dualform.record(model, optimizer, path) as recorder:
+            for number, (ids, x, y) in enumerate(batches(5)):
+                recorder.batch(sample_id=ids)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                if number == 3:
+                    model[2].bias.data[1] += 0.1
+                optimizer.step()
 
 
 def test_the_likely_causes_are_named(path):

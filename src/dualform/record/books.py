@@ -25,10 +25,11 @@ from dualform.record.optimizers import Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
 from dualform.store import records
+from dualform.store.format import Mark
 
 EDITED = (
-    "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of "
-    "weights, a constraint), or its gradient by a hook that runs after the recorder's"
+    "was changed {when} by something else than its optimizer (load_state_dict, .data, an average of weights, a "
+    "constraint), or its gradient by a hook that runs after the recorder's"
 )
 REPLACED = "had its optimizer state replaced since the last step (optimizer.load_state_dict)"
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"
@@ -165,7 +166,9 @@ class Books:
         for number, optimizer in enumerate(self._optimizers):
             watched = self._watched[number] if number in looked else self._watch(number)
             if not (looked[number] if number in looked else watched.looks.unchanged()):
-                found |= {ledger.name: (ledger, EDITED) for ledger in watched.looks.ledgers if ledger.changed()}
+                found |= {
+                    ledger.name: (ledger, _edited(ledger)) for ledger in watched.looks.ledgers if ledger.changed()
+                }
             for ledger, name, known, version in watched.states:
                 value = optimizer.state.get(ledger.parameter, {}).get(name)
                 if value is not None and (value is not known or value._version != version):
@@ -176,7 +179,7 @@ class Books:
         """Raise what changed between steps, or mark it and go on from what there is now."""
         for name, (ledger, how) in self.changes(looked).items():
             self._complain(step, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before such "
-                           f"a change and begin a new one after it")  # fmt: skip
+                           f"a change and begin a new one after it", unseen=ledger.unseen)  # fmt: skip
         if step.marks:
             self.remember(range(len(self._optimizers)), step)
 
@@ -403,7 +406,8 @@ class Books:
     def _layers_of(self, ledger: ParameterLedger) -> list[LayerLedger]:
         return [layer for layer in self._ledger.layers if any(p is ledger for _, p in layer.uses)]
 
-    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str) -> None:
+    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str, unseen: int = 0) -> None:
+        """unseen: so many updates before the last one it may have happened already."""
         layers = [layer.layer.name for layer in self._layers_of(ledger)]
         if self._on_unexplained == "raise":
             raise UnexplainedError(
@@ -411,7 +415,11 @@ class Books:
                 f'from here, record with on_unexplained="mark".'
             )
         for layer in layers:
-            step.marks.setdefault(layer, what)
+            step.marks.setdefault(layer, Mark(max(0, step.number - unseen), what))
+
+
+def _edited(ledger: ParameterLedger) -> str:
+    return EDITED.format(when=f"within the last {ledger.unseen + 1} steps" if ledger.unseen else "since the last step")
 
 
 def _only_pass(ledger: ParameterLedger) -> Link | None:

@@ -55,7 +55,7 @@ class Looks:
         self._walks = self._ways(sizes, starts, count)
         self._fingerprints = np.empty(count)
         self._walks_at, self._fingerprints_at = address(self._walks), address(self._fingerprints)
-        self._walking, self._turn = False, 1
+        self._walking, self._turn, self._foretold = False, 1, 0
         self._marks: list[tuple[int, int]] | None = None
         """The parameters' marks then; None: their ledgers know what they looked like."""
         self._judged: list[list[float] | None] = []
@@ -130,7 +130,7 @@ class Looks:
         """
         where = self._where(self.parameters) if self._loops is not None else None
         if where is None:
-            self._marks, self._walking = None, False
+            self._marks, self._walking, self._foretold = None, False, 0
             for ledger in self.ledgers:
                 ledger.remember()
             return [ledger.fingerprint for ledger in self.ledgers]
@@ -142,12 +142,13 @@ class Looks:
             fingerprints: list[float] = self._fingerprints.tolist()
             # Else something has overflowed here that may not have done so there
             if all(map(math.isfinite, fingerprints)):
+                self._foretold += 1
                 return fingerprints
         self._after[:, TENSOR] = where
         self._run(len(where), self._after_at, self._remembered_at)
         found = self._found[: len(where)].tolist()
         self._bounds_of_parts[:, SCALE] = 0.0  # what is seen again is the same to the last bit
-        self._walking = settings is not None and self._see_buffers(buffers)
+        self._walking, self._foretold = settings is not None and self._see_buffers(buffers), 0
         return [one[1] for one in found]
 
     def _see_buffers(self, buffers: Sequence[Tensor | None]) -> bool:
@@ -172,7 +173,7 @@ class Looks:
         """Let each ledger know what was remembered."""
         if self._marks is not None:
             for ledger, place, mark in zip(self.ledgers, self._places, self._marks, strict=True):
-                ledger.remembered(self._remembered[place].copy(), mark, self._turn % ledger.turns)
+                ledger.remembered(self._remembered[place].copy(), mark, self._turn % ledger.turns, self._foretold)
 
     def _may_be_same(self) -> bool:
         """Whether PyTorch has counted no change since the parameters were remembered."""

@@ -79,7 +79,7 @@ class ParameterLedger:
 
     Changes that PyTorch counts (`_version`) between an update and the next are always looked into. Edits through .data leave no such
     trace, nor do others that happen within an update whose end is foretold (Looks.remember): of a weight, an eighth of the rows is
-    compared each time, so an edit of the whole weight never passes; a bias every eighth time.
+    compared each time, so an edit of the whole weight never passes; of a bias all of it.
     """
 
     def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
@@ -103,10 +103,10 @@ class ParameterLedger:
         """Where the compiled loop is told of its gradient (see Looks), if somebody looks at it; …"""
         self.looks: object = None
         """… who keeps that place in memory."""
-        # Between steps, a part of its rows is looked at; of a vector all of them, in one turn of so many
+        # Between steps, a part of its rows is looked at, of a vector all of them
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
-        self.turns = max(1, -(-rows // self.part)) if self.is_matrix else PARTS
+        self.turns = max(1, -(-rows // self.part))
         self.next_turn = 1 % self.turns
         self.slack = audit.SLACK * self.roundoff * math.sqrt(columns)
         """What passes as rounding, relative to the size of what is seen."""
@@ -140,9 +140,15 @@ class ParameterLedger:
         now = self.look(self.parameter if value is None else value)
         self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
 
-    def remembered(self, seen: audit.Looked, mark: tuple[int, int], turn: int) -> None:
-        """What it looked like after its last update. turn: the part that is to be compared next."""
-        self.seen, self._mark, self.next_turn = seen, mark, turn
+    def remembered(self, seen: audit.Looked, mark: tuple[int, int], turn: int, foretold: int = 0) -> None:
+        """What it looked like after its last update. turn: the part that is to be compared next; foretold: how many updates ago all of it was
+        last looked at."""
+        self.seen, self._mark, self.next_turn, self._foretold = seen, mark, turn, foretold
+
+    @property
+    def unseen(self) -> int:
+        """For how many updates before the last one an edit may have gone unseen: one that PyTorch has not counted."""
+        return min(self._foretold, self.turns - 1) if self._mark == mark_of(self.parameter) else 0
 
     @property
     def fingerprint(self) -> float:
@@ -155,23 +161,18 @@ class ParameterLedger:
         """About how large the fingerprint can be: the norm of what was remembered."""
         return norm_of(self.seen.astype(np.float64))
 
-    def _next_part(self) -> tuple[audit.Looked, Tensor] | None:
-        """What it was, and what is to be compared with that before the next step; None: nothing."""
+    def _next_part(self) -> tuple[audit.Looked, Tensor]:
+        """What it was, and what is to be compared with that before the next step."""
         known, turn = self.seen, self.next_turn
         if self._mark != mark_of(self.parameter):
             return known, self.parameter
-        if not self.is_matrix:
-            return None if turn else (known, self.parameter)
         low, high = turn * self.part, (turn + 1) * self.part
         return known[low * self.columns : high * self.columns], self.parameter.detach().reshape(self.rows, -1)[low:high]
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        compared, parameter = self._next_part(), self.parameter
+        (known, now), parameter = self._next_part(), self.parameter
         self.next_turn = (self.next_turn + 1) % self.turns
-        if compared is None:
-            return False
-        known, now = compared
         found = self.look(now)
         if (found == known).all():
             return False

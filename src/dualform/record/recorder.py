@@ -360,7 +360,10 @@ class Recorder:
             changed = any(ledger.changed() for ledger in watched)
             if changed or self._totals is not None:
                 why = (
-                    "changed before it entered an optimizer" if changed else "entered an optimizer too late for totals"
+                    "changed before a forward pass found it in an optimizer (call add_param_group before the forward pass, "
+                    "not between it and the step)"
+                    if changed
+                    else "entered an optimizer too late for totals"
                 )
                 warnings.warn(f"not recorded: {one.name!r}: it {why}", stacklevel=2)
                 continue

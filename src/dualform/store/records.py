@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dualform.store.encoding import Encoded, Pool
+from dualform.store.format import Mark
 
 Array = np.ndarray[Any, Any]
 ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
@@ -73,8 +74,8 @@ class Step:
     log: dict[str, float] = field(default_factory=dict)
     after: dict[int, float] = field(default_factory=dict)
     """By parameter: one number that tells its weights after the update, r · (W R); of SGD, what they must be, to rounding."""
-    marks: dict[str, str] = field(default_factory=dict)
-    """Layers that are inexact from this step on, and why."""
+    marks: dict[str, Mark] = field(default_factory=dict)
+    """Layers that are found to be inexact, from which step on, and why."""
 
     def drop_slots(self) -> None:
         """Keep nothing that grows with the number of steps: the slots are in the totals."""

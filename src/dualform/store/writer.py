@@ -33,7 +33,6 @@ from dualform.store.format import (
     Chunk,
     Column,
     Manifest,
-    Mark,
     Parameter,
     Snapshot,
     chunk_name,
@@ -232,8 +231,10 @@ class Writer:
     def _seal(self, ended: str | None = None) -> None:
         if not self._steps and ended is None:
             return
-        marks = {layer: Mark(step.number, why) for step in self._steps for layer, why in step.marks.items()}
-        inexact = {**marks, **self.manifest.inexact}
+        inexact = dict(self.manifest.inexact)
+        for step in self._steps:
+            for layer, mark in step.marks.items():
+                inexact.setdefault(layer, mark)  # the first one counts
         left_out = {**self.manifest.left_out, **self._left_out}
         manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact, left_out=left_out)
         if self._steps and manifest.keep != "totals":
