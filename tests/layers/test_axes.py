@@ -63,7 +63,9 @@ def test_flattened_rows_by_positions_with_evidence():
 
 @pytest.mark.parametrize("evidence", [[], [None], [1], [0, 1]])
 def test_flattened_without_clear_evidence_asks(evidence):
-    with pytest.raises(AxisError, match=r"12 vectors, but batch\(\) announced 4 rows.*batch_axis=\{'x': 0\}.*batch_axis=\{'x': 1\}"):
+    with pytest.raises(
+        AxisError, match=r"12 vectors, but batch\(\) announced 4 rows.*batch_axis=\{'x': 0\}.*batch_axis=\{'x': 1\}"
+    ):
         layout((12,), 4, layer="x", evidence=tuple(evidence))
 
 
