@@ -664,6 +664,15 @@ def test_no_batch_call(tmp_path):
     assert_same_weights(model, before, atol=0)
 
 
+def test_columns_without_a_name(tmp_path):
+    model = network()
+    with dualform.record(model, sgd(model), tmp_path / "run") as recorder:
+        with pytest.raises(BatchError, match=r"by name: recorder\.batch\(sample_id=ids"):
+            recorder.batch([1, 2, 3])
+        assert "nothing is sealed yet" in repr(dualform.open(tmp_path / "run"))
+    assert "sealed" not in repr(dualform.open(tmp_path / "run"))
+
+
 def test_no_new_batch_call(tmp_path):
     model = network()
     optimizer = sgd(model)

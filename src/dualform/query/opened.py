@@ -86,7 +86,9 @@ class Dual:
         self.store, self._model, self.end_step = store, model, end
 
     def __repr__(self) -> str:
-        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps, layers {self.layers})"
+        nothing = not self.store.end_step and self.store.manifest.ended is None
+        why = " (nothing is sealed yet: is its recorder still open?)" if nothing else ""
+        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps{why}, layers {self.layers})"
 
     @property
     def layers(self) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.errors import DualformError, RecordingError, WriterError
+from dualform.errors import BatchError, DualformError, RecordingError, WriterError
 from dualform.record.books import Books
 from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, described
@@ -108,11 +108,13 @@ class Recorder:
         """How many steps have been recorded."""
         return self._next_step
 
-    def batch(self, **columns: Any) -> None:
+    def batch(self, *unnamed: Any, **columns: Any) -> None:
         """Name the rows of the next forward pass: columns of integers, floats, strings or booleans.
 
         Each is a tensor, array or list of shape (rows,) or (rows, positions), or a scalar that stands for all rows.
         """
+        if unnamed:
+            raise BatchError("batch() takes columns by name: recorder.batch(sample_id=ids, label=labels).")
         if not self._alive():
             return
         batch = read_batch(self._batches, columns, self._columns)
