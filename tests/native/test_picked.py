@@ -71,3 +71,14 @@ def test_what_is_done_in_another_way(monkeypatch):
     assert Picked([]).dots(torch.ones(1, 4), numbers) is None
     monkeypatch.setattr(picked, "kernels", lambda: None)
     assert Picked(some).dots(torch.ones(1, 4), numbers) is None
+
+
+@compiled
+def test_whatever_type_pytorch_makes_by_itself():
+    queries, vectors = torch.randn(2, 17), torch.randn(30, 17)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = Picked([(vectors, None)]).dots(queries, torch.arange(30))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, queries @ vectors.T, rtol=1e-4, atol=1e-4)
