@@ -79,9 +79,10 @@ def layout(
         if rows == 1 or axes == {0}:
             return Layout((rows, positions), 0)
         raise AxisError(
-            f"layer {layer!r} got {lead[0]} vectors, but batch() announced {rows} rows. If there are {lead[0]} samples, give batch() "
-            f"one entry for each. If each row has {positions} positions, say how they were flattened: batch_axis={{{layer!r}: 0}} if each row's positions stand together "
-            f"(x.reshape(rows * positions, …)), batch_axis={{{layer!r}: 1}} if the rows alternate (sequence first)."
+            f"layer {layer!r} got {lead[0]} vectors, but batch() announced {rows} rows. If there are {lead[0]} samples, give "
+            f"batch() one entry for each. If each row has {positions} positions, say how they were flattened: "
+            f"batch_axis={{{layer!r}: 0}} if each row's positions stand together (x.reshape(rows * positions, …)), "
+            f"batch_axis={{{layer!r}: 1}} if the rows alternate (sequence first)."
         )
     shape = f"({', '.join(map(str, lead))}, features)"
     if fits:

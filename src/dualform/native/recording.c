@@ -286,7 +286,8 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
    ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
-   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something. Nothing known explains nothing. */
+   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something.
+   Nothing known explains nothing. */
 int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {

@@ -199,7 +199,9 @@ class Books:
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        watched = [self._watch(one) for one in range(len(self._optimizers))][number]
+        watched = [self._watch(one) for one in range(len(self._optimizers))][
+            number
+        ]  # all: they must not share parameters
         if self._regrouped:
             self.refuse_shared()
         looks, optimizer, replay = watched.looks, self._optimizers[number], self._replays[number]

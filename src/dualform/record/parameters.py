@@ -141,8 +141,10 @@ class ParameterLedger:
         self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
 
     def remembered(self, seen: audit.Looked, mark: tuple[int, int], turn: int, foretold: int = 0) -> None:
-        """What it looked like after its last update. turn: the part that is to be compared next; foretold: how many updates ago all of it was
-        last looked at."""
+        """What it looked like after its last update.
+
+        turn: the part that is to be compared next. foretold: how many updates ago all of it was last looked at.
+        """
         self.seen, self._mark, self.next_turn, self._foretold = seen, mark, turn, foretold
 
     @property
