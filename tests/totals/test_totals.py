@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualform
+from dualform.dual import totals as dual_totals
 from dualform.dual.totals import find
 from dualform.errors import NotRecordedError, QuestionError, RecordingError
 from dualform.record import recorder
@@ -54,6 +55,20 @@ def runs(request, tmp_path, monkeypatch):
         keep = "totals" if request.param == "only" else "slots"
         train(path, other, chunk_bytes=2000, microbatches=2, keep=keep, totals=by)
     return dualform.open(plain, model), dualform.open(path, other), x, request.param
+
+
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_large_sums_are_multiplied_in_their_own_type(tmp_path, monkeypatch, queries):
+    """… for few queries by the loop in C, a stretch at a time."""
+    model = network()
+    x = train(tmp_path / "run", model)[:queries].float()
+    dualform.build_totals(tmp_path / "run", "sample_id", kind="keys")
+    view = find(dualform.open(tmp_path / "run").store, ["sample_id"], 12, deltas=False)
+    layer = dualform.open(tmp_path / "run").store.layer("0")[1]
+    expected = x.double() @ view.key_sums(layer).double().T
+    monkeypatch.setattr(dual_totals, "SMALL", 0)
+    monkeypatch.setattr(dual_totals, "STRETCH_BYTES", 4 * FEATURES * 7)
+    torch.testing.assert_close(view.dots(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("by", ["label", "sample_id", ["task", "label"]])

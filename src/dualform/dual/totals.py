@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dualform.layers.keys import part
 from dualform.layers.streams import Layer
+from dualform.native.picked import Picked
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
 
@@ -54,10 +55,13 @@ class View:
         if name not in self._file:
             return found
         kind = torch.float64 if layer.d_in * self.groups.height <= SMALL else queries.dtype
-        asking = queries.to(kind).T.contiguous()
-        for low, sums in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
-            dots = part(sums, columns).to(kind) @ asking
-            found[:, low : low + len(dots)] = dots.T
+        asking = queries.to(kind).contiguous()
+        for low, stretch in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
+            sums = part(stretch, columns).to(kind)
+            dots = Picked([(sums, None)]).dots(
+                asking, torch.arange(len(sums))
+            )  # on all threads; @ takes one, for one query
+            found[:, low : low + len(sums)] = (sums @ asking.T).T if dots is None else dots
         return found
 
     def has_negative_keys(self, layer: Layer) -> bool:
