@@ -43,15 +43,14 @@ def write(
     writer = Writer(folder, manifest, pool, weights, chunk_bytes=chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     keys, errors = torch.randn(batch, d_in, generator=generator), torch.randn(batch, d_out, generator=generator)
-    settings = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh"), 0.0)
+    zeros = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh"), 0.0)
+    settings = [{"lr": 1e-3, **zeros}] * 2
     for number in range(-(-slots // batch)):
         first, ids = number * batch, np.arange(number * batch, (number + 1) * batch) % 60_000
         step = Step(number, [Rows(first, batch, {"sample_id": ids, "label": ids % 10})])
         stored = encode(keys.roll(number, 1), dtype, pool, "key"), encode(errors, dtype, pool, "error")
         step.blocks.append(Block(0, 0, 0, first, batch, 1, *stored, may_repeat=False))
-        for parameter in range(2):
-            gradient = errors.sum(0).numpy() if parameter else None
-            step.updates.append(Update(parameter, "sgd", {"lr": 1e-3, **settings}, [1.0], 0.0, gradient))
+        step.updates.append(Update("sgd", [0, 1], settings, [[1.0], [1.0]], [0.0, 0.0], [None, errors.sum(0).numpy()]))
         writer.put(step, columns)
     writer.snapshot(-(-slots // batch), weights)
     writer.close("closed")

@@ -370,17 +370,26 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
     ran = run(call)
     named = {n: p for n, p in call.module.named_parameters() if any(n in y.parameters for y in ran.layers.values())}
     told = {} if call.lead is None else {"name": call.lead[0]}
-    ledger = Ledger(store_as=StoreAs("float64", "slots", Pool()), batch_axis=told, seed=seed)
+    task, ended = -1, []
+    ledger = Ledger(
+        store_as=StoreAs("float64", "slots", Pool()),
+        batch_axis=told,
+        seed=seed,
+        graph_task=lambda: task,
+        when_ended=ended.append,
+    )
     module = ledger.enter("name", call.module, list(ran.layers.values()), named)
     ledger.begin(read_batch(0, {"sample_id": torch.arange(call.rows)}, None))
-    for watch, errors in zip(ran.watches, ran.errors, strict=True):
-        visit = ledger.forward(module, watch, -1)
+    visits = [ledger.forward(module, watch.key, watch) for watch in ran.watches]
+    task = 1
+    for visit, errors in zip(visits, ran.errors, strict=True):
         for place, error in enumerate(errors):
             if error is not None:
-                ledger.backward(visit, place, error, task=1)
+                ledger.backward(visit, place, error)
     for parameter in ledger.parameters.values():
-        ledger.counted(parameter, task=1)
-    ledger.settle(task=1)
+        ledger.counted(parameter)
+    for settle in ended:
+        settle()
     for parameter in ledger.parameters.values():
         gradient = parameter.parameter.grad
         assert not any(layer.problems for layer in module.layers)

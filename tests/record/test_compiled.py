@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
 from dualform.native.numbered import Table
-from dualform.record.compiled import Slots, Taking, take_all
+from dualform.record.compiled import Slots, Taker, Taking
 from dualform.record.parameters import SHORT, ParameterLedger
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
@@ -31,16 +30,16 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
     return keys, errors, random
 
 
-def slots(keys: Any, errors: Any, random: Any, kept: str | None = "error", *, named: bool = False) -> Slots:
+def slots(keys: Any, errors: Any, random: Any, kept: bool = True, *, named: bool = False) -> Slots:
     weight = ParameterLedger(0, "weight", nn.Parameter(torch.zeros(errors.shape[1], keys.shape[1])), 0, vector=False)
     bias = ParameterLedger(1, "bias", nn.Parameter(torch.zeros(errors.shape[1])), 0, vector=True)
     weight.random, weight.columns = random, random.shape[1]
-    return Slots(keys, errors, Taking(weight, bias, "key", kept), named)
+    return Slots(keys, errors, Taking(weight, bias, kept), named)
 
 
-def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: str | None = "error") -> Slots:
+def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: bool = True) -> Slots:
     found = slots(keys, errors, random, kept)
-    assert take_all([found], dtype, Pool(), Arena())
+    assert Taker(dtype, Pool()).take([found])
     assert found.taken
     assert found.key_copy is not None
     return found
@@ -116,7 +115,7 @@ def test_float32_is_copied_as_it_is() -> None:
 
 def test_error_signals_may_be_left_out() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
-    found = taken(keys, errors, random, kept=None)
+    found = taken(keys, errors, random, kept=False)
     assert found.error_copy is None
     assert all(added.any() for _, added, *_ in found.added())
 
@@ -136,13 +135,12 @@ def test_error_signals_may_be_left_out() -> None:
 def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     keys, errors, random = drawn(20, 30, 7, 1, spread=0)
     pool = Pool()
-    first = pool.take("key", *keys.shape, torch.float16).slab
     calls = [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)]
-    assert not take_all(calls, "float16", pool, Arena())
+    assert not Taker("float16", pool).take(calls)
     before, odd_one, after = calls
     assert not odd_one.taken
-    assert first is not None
-    assert first.out == 3  # nothing was kept of it
+    for copy in (odd_one.key_copy, odd_one.error_copy):
+        assert copy is None or (copy.slab is not None and copy.slab.out == 0)  # nothing was kept of it
     assert before.taken
     assert after.taken
     for (_, once, *_), (_, twice, *_) in list(zip(before.added(), after.added(), strict=True))[:1]:
@@ -154,7 +152,7 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
     sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
     given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
     together = [slots(*one) for one in given]
-    take_all(together, dtype, Pool(), Arena())
+    Taker(dtype, Pool()).take(together)
     alone = [taken(*one, dtype) for one in given]
     for one, other in zip(together, alone, strict=True):
         assert one.taken
@@ -175,7 +173,7 @@ def test_names_are_those_of_the_keys_as_they_are_stored(threads: int, dtype: str
     keys, errors, random = drawn(128, 300, 90, 1)
     keys[7] = keys[3]
     call, pool = slots(keys, errors, random, named=True), Pool()
-    take_all([call], dtype, pool, Arena())
+    Taker(dtype, pool).take([call])
     copy = call.key_copy
     assert copy is not None
     assert copy.names is not None
@@ -184,3 +182,39 @@ def test_names_are_those_of_the_keys_as_they_are_stored(threads: int, dtype: str
     assert (plain[7] == plain[3]).all()
     # Who takes memory without writing names gets none to be read
     assert pool.take("key", 128, 300, copy.data.dtype).names is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_calls_that_come_together_again_share_memory_that_comes_back(threads: int, dtype: str) -> None:
+    """… whatever comes between: another number of slots, other calls, calls of different lengths."""
+    pool = Pool(slab_bytes=1 << 16)
+    taker = Taker(dtype, pool)
+    layers = [drawn(12, width, outputs, 1, seed=width) for width, outputs in ((40, 7), (7, 5), (5, 3))]
+    hows = [slots(*one).how for one in layers]
+    generator, rooms, out = torch.Generator().manual_seed(0), set(), []
+    for number in range(200):
+        chosen = [0, 1, 2] if number % 17 else [2, 0]
+        counts = [12, 12, 12] if number % 13 else [12, 5, 12]
+        calls = []
+        for place in chosen:
+            keys, errors, _ = layers[place]
+            count = 7 if number % 29 == 0 else counts[place]
+            shift = torch.rand(1, generator=generator)
+            calls.append(Slots(keys[:count] + shift, errors[:count] - shift, hows[place], named=place == 0))
+        assert taker.take(calls)
+        if taker.room is not None:
+            rooms.add(id(taker.room))
+        out.append(calls)
+        for done in out[:-5] if number % 3 else []:
+            for call in done:
+                taker.give_back(call)
+        out = out[-5:] if number % 3 else out
+        for call in [call for some in out for call in some]:  # nobody else writes to what was not given back
+            alone = taken(call.keys, call.errors, call.how.weight.random, dtype)
+            for mine, its in ((call.key_copy, alone.key_copy), (call.error_copy, alone.error_copy)):
+                assert mine is not None
+                assert its is not None
+                assert torch.equal(mine.data, its.data)
+                assert mine.exponents is its.exponents is None or torch.equal(mine.exponents, its.exponents)
+            assert (call.key_copy is not None and call.key_copy.names is not None) is call.named
+    assert 0 < len(rooms) < 100

@@ -805,6 +805,35 @@ def test_resume_refuses_another_optimizer_state_where_it_is_known(path):
         dualform.record(model, optimizer, path, resume=True)
 
 
+def _other_dictionary(optimizer, parameter):
+    optimizer.state[parameter] = {"momentum_buffer": optimizer.state[parameter]["momentum_buffer"].clone()}
+
+
+def _other_tensor(optimizer, parameter):
+    optimizer.state[parameter]["momentum_buffer"] = optimizer.state[parameter]["momentum_buffer"].clone()
+
+
+def _other_numbers(optimizer, parameter):
+    optimizer.state[parameter]["momentum_buffer"].mul_(2)
+
+
+def _another_state(optimizer, parameter):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [_other_dictionary, _other_tensor, _other_numbers, _another_state])
+def test_another_optimizer_state_between_steps_is_told(path, change):
+    model = network(4, 8, 2)
+    optimizer = sgd(model)
+    with (
+        pytest.raises(UnexplainedError, match="optimizer state replaced since the last step"),
+        dualform.record(model, optimizer, path) as recorder,
+    ):
+        train(model, optimizer, recorder, batches(4))
+        change(optimizer, model[2].weight)
+        train(model, optimizer, recorder, batches(1))
+
+
 def test_non_finite_values_are_recorded_and_told(path):
     model = network(4, 8, 2)
     optimizer = sgd(model)

@@ -137,10 +137,11 @@ def test_memory_of_a_pool_begins_at_a_page(dtype):
         room = Pool().take("a", 128, columns, dtype)
         slab = room.slab
         assert slab is not None
-        assert slab.memory.data_ptr() % PAGE == 0
-        assert room.data.data_ptr() == slab.memory.data_ptr()
+        ((memory, *_),) = slab.memory
+        assert memory.data_ptr() % PAGE == 0
+        assert room.data.data_ptr() == memory.data_ptr()
         assert room.first == 0
-        assert slab.memory.is_contiguous()
+        assert memory.is_contiguous()
 
 
 def test_a_pool_never_gives_away_memory_in_use():
@@ -193,7 +194,7 @@ def test_batches_of_any_length_follow_each_other_in_memory():
     assert len({id(one.slab) for one in kept}) == 1
     assert all(torch.equal(one.data, expected) for one, expected in zip(kept, given, strict=True))
     assert kept[0].slab is not None
-    assert len(kept[0].slab.parts) <= 32  # not cut anew for each length: thousands of views of one row
+    assert len(kept[0].slab._parts) <= 32  # not cut anew for each length: thousands of views of one row
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

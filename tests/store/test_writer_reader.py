@@ -77,8 +77,8 @@ def make_step(number, first_row, rows, positions, dtype="float64"):
                 )
             )
     gradient = np.full(2, float(number))
-    step.updates.append(Update(0, "sgd", {"lr": 0.1}, [1.0], 1e-17))
-    step.updates.append(Update(1, "sgd", {"lr": 0.1 * number}, [1.0, 0.5], 0.0, gradient))
+    settings = [{"lr": 0.1}, {"lr": 0.1 * number}]
+    step.updates.append(Update("sgd", [0, 1], settings, [[1.0], [1.0, 0.5]], [1e-17, 0.0], [None, gradient]))
     return step
 
 

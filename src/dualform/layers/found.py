@@ -40,5 +40,3 @@ class Watch:
     """What came in: it may tell how it was flattened, and whether it comes from data."""
     keys: Callable[[], list[Found]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""
-    plain: bool = False
-    """Whether `key` and the gradient of the only output are keys and error signals of the module's only layer."""

@@ -34,6 +34,8 @@ class Rule:
     """Called before the forward pass, if there is something to remember."""
     refusal: Callable[[nn.Module], str | None] = lambda module: None
     """Why a module of this type cannot be recorded, or None."""
+    key: str = ""
+    """The name of the argument that is the key, if what came in is that, and the gradient of what came out the error signal."""
 
 
 def _first(arguments: Arguments, name: str = "input") -> Tensor:
@@ -42,10 +44,14 @@ def _first(arguments: Arguments, name: str = "input") -> Tensor:
     return value
 
 
-def _plain(key: Tensor, output: Tensor) -> list[Watch]:
+def _plain(layers: Callable[[nn.Module, str, Naming], list[Layer]], key: str) -> Rule:
     """The key is what came in, the error signal that of what came out."""
-    slots = lambda errors: [Found("", key, None if errors is None else errors[0])]  # noqa: E731
-    return [Watch([output], slots, key, plain=True)]
+
+    def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+        came = _first(arguments, key)
+        return [Watch([output], lambda errors: [Found("", came, None if errors is None else errors[0])], came)]
+
+    return Rule(layers, watch, key=key)
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
@@ -61,17 +67,9 @@ def _linear(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "linear", module.in_features, module.out_features, uses)]
 
 
-def _watch_linear(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
-    return _plain(_first(arguments), output)
-
-
 def _conv1d_of_transformers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     d_in, d_out = module.get_parameter("weight").shape
     return [Layer(name, "linear", int(d_in), int(d_out), (Use(named("weight"), "table"), *_bias(module, named)))]
-
-
-def _watch_conv1d_of_transformers(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
-    return _plain(_first(arguments, "x"), output)
 
 
 def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
@@ -244,7 +242,7 @@ def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun
 _AFFINE = Rule(_affine, _watch_affine)
 _RECURRENT = Rule(_recurrent, _watch_recurrent, _begin_recurrent, recurrent.refusal)
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(_linear, _watch_linear),
+    nn.Linear: _plain(_linear, "input"),
     nn.Embedding: Rule(_embedding, _watch_embedding, refusal=_embedding_refusal),
     nn.Conv1d: Rule(_convolution, _watch_convolution),
     nn.Conv2d: Rule(_convolution, _watch_convolution),
@@ -263,7 +261,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.GRUCell: _RECURRENT,
     nn.RNNCell: _RECURRENT,
 }
-_CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _watch_conv1d_of_transformers)
+_CONV1D_OF_TRANSFORMERS = _plain(_conv1d_of_transformers, "x")
 
 
 def rule_for(module: nn.Module) -> Rule | None:

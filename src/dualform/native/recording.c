@@ -286,9 +286,9 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
    ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
-   known is what was seen from now on. Gives how many verdicts are not the ordinary one: explained, by a factor that means something.
-   Nothing known explains nothing. */
-int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
+   known is what was seen from now on. kept: where those vectors of which a verdict is wanted are copied to, one after the other, or NULL.
+   Gives how many verdicts are not the ordinary one: explained, by a factor that means something. Nothing known explains nothing. */
+int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads, float *kept) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
         const int64_t rows = look->matrix ? look->rows : 0, from = look->turns ? turn % look->turns * look->part : 0;
@@ -309,6 +309,10 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
         else
             compare_sums(n, seen, known, found);
         if (look->roundoff != 0) unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
+        if (kept && look->roundoff != 0 && !look->random) {
+            if (look->matrix) memcpy(kept, look->matrix, sizeof(float) * (size_t)look->rows);
+            kept += look->rows;
+        }
         if (look->turns && found[3] <= look->scale) {
             found[3] = 0;
             if (n) memcpy(known, seen, sizeof(double) * (size_t)n);

@@ -12,7 +12,6 @@ from operator import is_
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,7 +20,7 @@ from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.ledger import Held, LayerLedger, Ledger, ModuleLedger
 from dualform.record.looks import Looks
-from dualform.record.optimizers import Replay, replay_for
+from dualform.record.optimizers import Numbers, Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
 from dualform.store import records
@@ -50,11 +49,13 @@ class _Audited:
 class _Watched:
     """The recorded parameters of one optimizer."""
 
+    count: int
+    """How many parameters are recorded at all."""
     groups: list[Any]
-    ids: list[int]
-    """How many parameters are recorded at all, and those of the optimizer."""
-    entries: list[tuple[ParameterLedger, dict[str, Any]]]
-    """With their groups."""
+    listed: list[Any]
+    """All parameters of the optimizer, recorded or not."""
+    parts: list[tuple[Any, int, int]]
+    """Its groups, the first of the recorded parameters of each, and the one after the last."""
     looks: Looks
     numbers: list[int]
     """Of the parameters."""
@@ -62,10 +63,18 @@ class _Watched:
     """Those that use them, …"""
     whole: bool
     """… and whether they use nothing else."""
-    states: list[tuple[ParameterLedger, str, Tensor, int]] = field(default_factory=list)
-    """The optimizer's state after its last step, with PyTorch's count of changes."""
-    settings: list[dict[str, float]] | None = None
-    """Those of the update that is under way, if what SGD makes of its gradients is known."""
+    all_state: list[Any] = field(default_factory=list)
+    """The state of all parameters that the optimizer has one of, …"""
+    state: list[dict[str, Any]] = field(default_factory=list)
+    """… and of each recorded one."""
+    states: list[tuple[int, str, Tensor, int]] = field(default_factory=list)
+    """The optimizer's tensors after its last step: of which parameter, their names, themselves and PyTorch's count of changes."""
+    read: list[tuple[Numbers, list[Numbers]]] = field(default_factory=list)
+    """The numbers of each group before the last update, …"""
+    settings: list[Numbers] = field(default_factory=list)
+    """… and what they come to for each parameter; most of the time the next update has the same."""
+    foretold: bool = False
+    """Whether what SGD makes of the gradients of the update that is under way is known."""
 
 
 class Books:
@@ -83,37 +92,44 @@ class Books:
         """By backward pass: its number in the open step."""
         self.next_row = 0
 
-    def recorded(self) -> Iterable[tuple[ParameterLedger, dict[str, Any]]]:
+    def recorded(self) -> Iterator[tuple[ParameterLedger, dict[str, Any]]]:
         """The recorded parameters of all optimizers, with their groups."""
-        return chain.from_iterable(self._watch(number).entries for number in range(len(self._optimizers)))
+        for number in range(len(self._optimizers)):
+            watched = self._watch(number)
+            for group, first, end in watched.parts:
+                for ledger in watched.looks.ledgers[first:end]:
+                    yield ledger, group
 
     def _watch(self, number: int) -> _Watched:
         """The recorded parameters of an optimizer: found once, and again when a group, a parameter or a layer is new
         (load_state_dict makes new groups)."""
         groups, parameters = self._optimizers[number].param_groups, self._ledger.parameters
-        now = [len(parameters), *[id(parameter) for group in groups for parameter in group["params"]]]
+        now = list(chain.from_iterable([group["params"] for group in groups]))
         known = self._watched.get(number)
         if (
             known is None
-            or known.ids != now
-            or len(known.groups) != len(groups)
-            or not all(map(is_, known.groups, groups))
+            or known.count != len(parameters)
+            or not _same(known.groups, groups)
+            or not _same(known.listed, now)
         ):
-            found = [
-                (parameters[id(parameter)], group)
-                for group in groups
-                for parameter in group["params"]
-                if id(parameter) in parameters
-            ]
-            ledgers = [ledger for ledger, _ in found]
+            ledgers: list[ParameterLedger] = []
+            parts = []
+            for group in groups:
+                first = len(ledgers)
+                ledgers += [parameters[id(one)] for one in group["params"] if id(one) in parameters]
+                parts.append((group, first, len(ledgers)))
             modules = [one for one in self._ledger.modules if any(p in ledgers for p in one.parameters)]
             whole = all(p in ledgers for one in modules for p in one.parameters)
             looks, numbers = Looks(ledgers), [ledger.number for ledger in ledgers]
-            watched = _Watched(list(groups), now, found, looks, numbers, modules, whole)
+            watched = _Watched(len(parameters), list(groups), now, parts, looks, numbers, modules, whole)
             if known is not None:
                 self._ledger.take_apart()  # what it is to explain was told to others than these looks
                 known.looks.hand_out()
-                watched.states = known.states
+                watched.states = [
+                    (ledgers.index(ledger), name, value, version)
+                    for place, name, value, version in known.states
+                    if (ledger := known.looks.ledgers[place]) in ledgers
+                ]
             looks.attach()
             known, self._regrouped = watched, True
             self._watched[number] = watched
@@ -134,26 +150,42 @@ class Books:
 
     def optimizer_state(self) -> list[tuple[ParameterLedger, str, Tensor]]:
         """The state tensors of all optimizers that belong to the initial part."""
-        return [one for number in range(len(self._optimizers)) for one in self._state_of(number, self._watch(number))]
-
-    def _state_of(self, number: int, watched: _Watched) -> list[tuple[ParameterLedger, str, Tensor]]:
-        replay, states = self._replays[number], self._optimizers[number].state
-        names = () if replay is None else replay.state
+        watched = [self._watch(number) for number in range(len(self._optimizers))]
         return [
-            (ledger, name, value)
-            for ledger in watched.looks.ledgers
-            if names and (state := states.get(ledger.parameter))
+            (one.looks.ledgers[place], name, value)
+            for number, one in enumerate(watched)
+            for place, name, value, _ in self._tensors(number, one)
+        ]
+
+    def _tensors(self, number: int, watched: _Watched) -> list[tuple[int, str, Tensor, int]]:
+        replay = self._replays[number]
+        if replay is None:
+            return []
+        names = replay.state
+        return [
+            (place, name, value, value._version)
+            for place, state in enumerate(self._state(number, watched))
             for name in names
             if isinstance(value := state.get(name), Tensor)
         ]
+
+    def _state(self, number: int, watched: _Watched) -> list[dict[str, Any]]:
+        """The optimizer's state of each parameter. To look a parameter up takes a function in Python: not at every step."""
+        state = self._optimizers[number].state
+        now = list(state.values())
+        if len(watched.state) != len(watched.numbers) or not _same(now, watched.all_state):
+            watched.all_state = now
+            watched.state = [state.get(ledger.parameter, {}) for ledger in watched.looks.ledgers]
+        return watched.state
 
     def begin_step(self) -> None:
         """A new step is open."""
         self._rows_of.clear()
         self._backward_of.clear()
         for layer in self._ledger.layers:
-            layer.consumed.extend(layer.stored)
-            layer.stored.clear()
+            if layer.stored:
+                layer.consumed.extend(layer.stored)
+                layer.stored.clear()
 
     # Between steps
 
@@ -163,15 +195,17 @@ class Books:
         looked: of some optimizers, whether their parameters have been looked at and are the same.
         """
         found: dict[str, tuple[ParameterLedger, str]] = {}
-        for number, optimizer in enumerate(self._optimizers):
+        for number in range(len(self._optimizers)):
             watched = self._watched[number] if number in looked else self._watch(number)
             if not (looked[number] if number in looked else watched.looks.unchanged()):
                 found |= {
                     ledger.name: (ledger, _edited(ledger)) for ledger in watched.looks.ledgers if ledger.changed()
                 }
-            for ledger, name, known, version in watched.states:
-                value = optimizer.state.get(ledger.parameter, {}).get(name)
+            state = self._state(number, watched)
+            for place, name, known, version in watched.states:
+                value = state[place].get(name)
                 if value is not None and (value is not known or value._version != version):
+                    ledger = watched.looks.ledgers[place]
                     found.setdefault(ledger.name, (ledger, REPLACED))
         return found
 
@@ -186,24 +220,22 @@ class Books:
     def remember(self, numbers: Collection[int], step: records.Step | None) -> None:
         """Remember what parameters and optimizer state look like after an update."""
         for number in numbers:
-            watched = self._watch(number)
-            states = self._state_of(number, watched)
-            buffers = {ledger.number: value for ledger, name, value in states if name == "momentum_buffer"}
-            settings, watched.settings = watched.settings, None
-            fingerprints = watched.looks.remember(settings, [buffers.get(one) for one in watched.numbers])
+            watched = self._watched.get(number) or self._watch(number)
+            watched.states = self._tensors(number, watched)
+            settings, watched.foretold = watched.settings if watched.foretold else None, False
+            fingerprints = watched.looks.remember(settings, watched.state)
             if step is not None:
                 step.after.update(zip(watched.numbers, fingerprints, strict=True))
-            watched.states = [(*one, one[2]._version) for one in states]
 
     # A step
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
-        watched = [self._watch(one) for one in range(len(self._optimizers))][
-            number
-        ]  # all: they must not share parameters
+        for one in range(len(self._optimizers)):
+            self._watch(one)
         if self._regrouped:
             self.refuse_shared()
+        watched = self._watched[number]
         looks, optimizer, replay = watched.looks, self._optimizers[number], self._replays[number]
         gradients = [parameter.grad for parameter in looks.parameters]
         held = self._held(watched)
@@ -213,7 +245,7 @@ class Books:
         settings = self._settings(number, watched)
         scale = getattr(optimizer, "grad_scale", None)  # a loss scaler may leave the division to a fused optimizer
         by_sgd = replay is not None and replay.kind == "sgd" and scale is None
-        watched.settings = settings if by_sgd and (usual or all(one is not None for one in gradients)) else None
+        watched.foretold = by_sgd and (usual or all(one is not None for one in gradients))
         if usual and scale is None:
             if held is not None:
                 self._write_held(number, step, watched, settings, held)
@@ -231,7 +263,7 @@ class Books:
             held is not None
             and watched.whole
             and len(held.calls) == len(watched.modules)
-            and all(module.seen_in == held.task for module in watched.modules)
+            and [module.seen_in for module in watched.modules].count(held.task) == len(held.calls)
             and len(self._optimizers) == 1
         ):
             return held
@@ -239,24 +271,22 @@ class Books:
         return None
 
     def _settings(self, number: int, watched: _Watched) -> list[dict[str, float]]:
-        replay, state = self._replays[number], self._optimizers[number].state
+        """Those of each parameter: the very same as of the last update, if they are."""
+        replay, state = self._replays[number], self._state(number, watched)
         if replay is None:
-            return [{} for _ in watched.entries]
-        shared = {id(group): replay.shared(group) for group in watched.groups}
-        return [
-            replay.settings(shared[id(group)], state.get(ledger.parameter, {})) for ledger, group in watched.entries
-        ]
+            return [{} for _ in state]
+        read = [replay.read(group, state[first:end]) for group, first, end in watched.parts]
+        if read != watched.read:
+            watched.read = read
+            watched.settings = [{**shared, **own} for shared, owns in read for own in owns]
+        return watched.settings
 
     def _write_held(
         self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]], held: Held
     ) -> None:
         """Write down an update by an ordinary pass."""
         self._ledger.held = None
-        first_row, rows = self._rows(held.batch, step), held.batch.rows
-        for layer, visit, slots in held.calls:
-            assert slots.key_copy is not None
-            kept = slots.key_copy, slots.error_copy
-            step.blocks.append(records.Block(layer.number, 0, 0, first_row, rows, 1, *kept, layer.may_repeat(visit)))
+        step.blocks += held.blocks(self._rows(held.batch, step))
         self._ledger.spent.update(watched.modules)
         self._write_factors(number, step, watched, settings, [])
 
@@ -288,14 +318,10 @@ class Books:
         earlier: list[float],
     ) -> None:
         """Write down what was found for each parameter. earlier: the factors of passes before the one that was looked at."""
-        looks, kind = watched.looks, self._kind(number)
-        for place, (factor, residual) in enumerate(looks.factors()):
-            ledger, kept = looks.ledgers[place], None
-            if self._keeps_gradient(ledger):  # it is seen as it is
-                kept = looks.seen(place).astype(np.float32).reshape(ledger.shape)
-            step.updates.append(
-                records.Update(ledger.number, kind, settings[place], [*earlier, factor], residual, kept)
-            )
+        factors, residuals = watched.looks.factors()
+        listed = [[*earlier, factor] for factor in factors]
+        kept = watched.looks.vectors() if self._keep != "keys" else [None] * len(factors)  # a vector is seen as it is
+        step.updates.append(records.Update(self._kind(number), watched.numbers, settings, listed, residuals, kept))
 
     def _write(self, number: int, step: records.Step, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
@@ -313,15 +339,23 @@ class Books:
                 if factor != 0:
                     one.factors[link.task] = factor * times
         self._store_slots({one.ledger.number: one.factors for one in audited}, step)
-        numbers = self._backward_of
+        numbers, factors = self._backward_of, []
         for one in audited:
-            ledger = one.ledger
             listed = [0.0] * (1 + max([numbers[task] for task in one.factors], default=-1))
             for task, factor in one.factors.items():
                 listed[numbers[task]] = factor
-            ledger.links.clear()
-            kept = _copied(one.gradient, unscaled) if self._keeps_gradient(ledger) else None
-            step.updates.append(records.Update(ledger.number, kind, one.settings, listed, one.verdict.residual, kept))
+            factors.append(listed)
+            one.ledger.links.clear()
+        step.updates.append(
+            records.Update(
+                kind,
+                [one.ledger.number for one in audited],
+                [one.settings for one in audited],
+                factors,
+                [one.verdict.residual for one in audited],
+                [_copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None for one in audited],
+            )
+        )
 
     def _kind(self, number: int) -> str:
         replay = self._replays[number]
@@ -338,15 +372,16 @@ class Books:
             if gradient is None:
                 continue
             links, verdict = [link for link in ledger.links if link.counted], looks.verdict(place)
+            own = settings[place]
             if verdict is None:
                 unit = max([ledger.roundoff, *[link.roundoff for link in links]])
                 if unit > ledger.roundoff:
-                    settings[place]["autocast"] = unit
+                    own = {**own, "autocast": unit}
                 audited = all(link.audited for link in links)
                 verdict = audit.explain(links, looks.seen(place), unit) if audited else audit.unaudited(links)
             if not verdict.explained:
                 self._unexplained(step, ledger, verdict, links)
-            yield _Audited(ledger, gradient, links, verdict, settings[place])
+            yield _Audited(ledger, gradient, links, verdict, own)
 
     def _store_slots(self, tasks: Mapping[int, Iterable[int]], step: records.Step) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; forget the others."""
@@ -418,6 +453,11 @@ class Books:
             )
         for layer in layers:
             step.marks.setdefault(layer, Mark(max(0, step.number - unseen), what))
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether these are the very same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _edited(ledger: ParameterLedger) -> str:

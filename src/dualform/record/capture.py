@@ -8,37 +8,35 @@ arrived is looked at when the pass has ended, by a callback of autograd's engine
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
 from dualform.layers.rules import rule_for
-from dualform.record.ledger import Ledger, ModuleLedger, Visit
-from dualform.record.parameters import ParameterLedger
-
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that is running, −1 outside of one."""
+from dualform.record.ledger import Ledger, ModuleLedger
 
 
 class Capture:
     """Hooks on a model and on the parameters of its recorded modules, until removed."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger, before_forward: Callable[[], None]):
+    def __init__(self, model: nn.Module, ledger: Ledger, before_forward: Callable[[], None] | None):
         self._ledger = ledger
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         # Hooks are plain functions: a deep copy of the model shares them, and they know that it is another one
-        self._handles.append(model.register_forward_pre_hook(lambda module, _: before_forward()))
+        if before_forward is not None:
+            self._handles.append(model.register_forward_pre_hook(lambda module, _: before_forward()))
 
     def add(self, entry: ModuleLedger) -> None:
         """Hook a module."""
         rule = rule_for(entry.module)
         assert rule is not None
         begun: list[Any] = []
-        ledger = self._ledger
+        ledger, key = self._ledger, rule.key
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module is not entry.module or not torch.is_grad_enabled():
@@ -50,12 +48,17 @@ class Capture:
                 )
             if not entry.watched:
                 self._watch(entry)
+            if key:  # the ordinary case, in as few calls as can be
+                if output.requires_grad:
+                    visit = ledger.forward(entry, args[0] if args else kwargs[key])
+                    output.register_hook(partial(ledger.backward, visit, 0))
+                return
             for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                visit = None
+                found = None
                 for place, tensor in enumerate(watch.outputs):
                     if tensor.requires_grad:
-                        visit = visit or ledger.forward(entry, watch, graph_task())
-                        tensor.register_hook(self._arrived(visit, place))  # type: ignore[no-untyped-call]
+                        found = found or ledger.forward(entry, watch.key, watch)
+                        tensor.register_hook(partial(ledger.backward, found, place))  # type: ignore[no-untyped-call]
 
         if rule.begin is not None:
             begin = rule.begin
@@ -73,25 +76,11 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
-    def _arrived(self, visit: Visit, place: int) -> Callable[[Tensor], None]:
-        ledger = self._ledger
-
-        def hook(error: Tensor) -> None:
-            task = graph_task()
-            if ledger.backward(visit, place, error, task):
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: ledger.settle(task))
-
-        return hook
-
     def _watch(self, entry: ModuleLedger) -> None:
         """Hook the parameters that can have a gradient now: a frozen layer may be thawed later."""
         for ledger in entry.parameters:
             if ledger.parameter.requires_grad and id(ledger.parameter) not in self._hooked:
                 self._hooked.add(id(ledger.parameter))
-                hook = self._counted(ledger)
+                hook = partial(self._ledger.counted, ledger)
                 self._handles.append(ledger.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         entry.watched = all(id(ledger.parameter) in self._hooked for ledger in entry.parameters)
-
-    def _counted(self, ledger: ParameterLedger) -> Callable[[Tensor], None]:
-        count = self._ledger.counted
-        return lambda _: count(ledger, graph_task())

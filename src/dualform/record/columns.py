@@ -72,9 +72,9 @@ def _like_the_last(serial: int, columns: dict[str, Any], expected: tuple[Column,
         if column.per != "row":
             return None
         if type(given) is torch.Tensor and given.dtype is torch.int64 and given.dim() == 1 and given.is_cpu:
-            if column.type != "Int64" or rows not in (None, len(given)):
+            if column.type != "Int64" or rows not in (None, given.size(0)):
                 return None
-            rows = len(given)
+            rows = given.size(0)  # len() of a tensor is a function in Python
             values[column.name] = given.numpy().copy()
         elif type(given) is str and column.type == "String":
             values[column.name] = given

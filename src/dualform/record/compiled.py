@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from dualform.native.arena import Arena
-from dualform.native.kernels import is_plain, kernels
+from dualform.native.kernels import kernels
 from dualform.record.parameters import ParameterLedger
-from dualform.store.encoding import TORCH, Encoded, Pool
+from dualform.store.encoding import TORCH, Encoded, Pool, Stream
+from dualform.store.records import Block
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 NOWHERE = (0, 0, 0)
+FIELDS = 15
+"""So many numbers the loop is told of a call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Taking:
     """How the slots of a layer are taken."""
 
     weight: ParameterLedger
     bias: ParameterLedger | None
-    key_name: str
-    """Where the memory of the copies comes from (see Pool)."""
-    error_name: str | None
-    """None: error signals are not kept."""
+    keeps_errors: bool
     random: int = field(init=False)
     """Where R is in memory, column after column."""
 
@@ -70,49 +70,120 @@ class Slots:
         return found
 
 
-def take_all(calls: Sequence[Slots], dtype: str, pool: Pool, arena: Arena) -> bool:
-    """Find what there is to know of each call's slots, and copy them; gives whether that could be done. arena: where sums go."""
-    loops = kernels()
-    if loops is None or dtype == "float64":
-        return False
-    kind, table, size, todo = TORCH[dtype], array("q"), 0, []
+class Room:
+    """Memory for the slots of some calls, and what the loop is told of it. Found again with the memory."""
+
+    def __init__(self, calls: Sequence[Slots], copies: Sequence[Encoded]):
+        self.told, self.size = array("q"), 0
+        self.copies: list[tuple[Encoded, Encoded | None, int]] = []
+        """Of each call: keys, error signals, and where its sums begin."""
+        self.blocks: list[Block] = []
+        """What the writer is told of it: made once, since it is done with them when the memory comes back."""
+        rest = iter(copies)
+        for call in calls:
+            weight, (count, d_in), d_out = call.how.weight, call.keys.shape, call.errors.shape[1]
+            key_copy, error_copy = next(rest), next(rest) if call.how.keeps_errors else None
+            key_at, key_exponents, names = key_copy.places
+            error_at, error_exponents, _ = NOWHERE if error_copy is None else error_copy.places
+            self.told.extend((count, d_in, d_out, weight.columns, 0, 0, call.how.random, key_at, key_exponents))
+            self.told.extend((error_at, error_exponents, names, 0, 0, 0))
+            self.copies.append((key_copy, error_copy, self.size))
+            self.size += (weight.columns + 1) * d_out + 3
+
+    def tell(self, calls: Sequence[Slots]) -> None:
+        """Tell the loop of some calls, and these of their memory."""
+        told, at = self.told, 0
+        for call, (key_copy, error_copy, begin) in zip(calls, self.copies, strict=True):
+            call.key_copy, call.error_copy, call.begin = key_copy, error_copy, begin
+            told[at + 4], told[at + 5] = call.keys.data_ptr(), call.errors.data_ptr()
+            told[at + 12], told[at + 13] = (
+                call.how.weight.look_at,
+                0 if call.how.bias is None else call.how.bias.look_at,
+            )
+            at += FIELDS
+
+
+class Taker:
+    """Takes the slots of ordinary calls, into memory of a pool."""
+
+    def __init__(self, dtype: str, pool: Pool):
+        self._loops = kernels() if dtype != "float64" else None
+        self._kind, self._pool, self._arena = TORCH[dtype], pool, Arena()
+        self._last: tuple[Any, ...] = ()
+        """What was taken together the last time, under which name, …"""
+        self._name: object = object()
+        self.room: Room | None = None
+        """… and the memory, if that was cut for all of it."""
+
+    def take(self, calls: Sequence[Slots]) -> bool:
+        """Find what there is to know of each call's slots, and copy them; gives whether that could be done."""
+        if self._loops is None:
+            return False
+        todo, alike = [], True
+        for call in calls:
+            keys, errors = call.keys, call.errors
+            if not keys.dtype is errors.dtype is torch.float32 or not (keys.is_cpu and errors.is_cpu):
+                continue
+            if keys.layout is errors.layout is torch.strided and keys.is_contiguous() and errors.is_contiguous():
+                todo.append(call)
+                alike = alike and keys.size(0) == todo[0].keys.size(0)
+        if not todo:
+            return not calls
+        told, size = self._rooms(todo, alike)
+        threads = torch.get_num_threads()
+        sums, at = self._arena.take(size * threads)
+        odd = self._loops.slots(len(todo), told.buffer_info()[0], at, threads)
+        for call in todo:
+            call.sums, call.at, call.taken = sums, at + 8 * call.begin, True
+        if odd:
+            self._give_back_odd(todo, sums[:size])
+        return not odd and len(todo) == len(calls)
+
+    def _rooms(self, calls: list[Slots], alike: bool) -> tuple[array[int], int]:
+        """Give calls their memory; gives what the loop is told, and how many sums there are.
+
+        Those that come together again and again, as many slots of each, get memory that is cut for all of them.
+        """
+        now = tuple([(call.how, call.named) for call in calls]) if alike else ()
+        if now and now == self._last:
+            room = self.room = self._room(self._name, calls)
+            room.tell(calls)
+            return room.told, room.size
+        self._pool.leave(self._name)
+        self._last, self._name, self.room = now, object(), None
+        told, size = array("q"), 0
+        for call in calls:
+            room = self._room((call.how, call.named), [call])
+            room.tell([call])
+            call.begin = size
+            told, size = told + room.told, size + room.size
+        return told, size
+
+    def _room(self, name: Hashable, calls: list[Slots]) -> Room:
+        part = self._pool.take_together(name, calls[0].keys.size(0), lambda: _streams(calls, self._kind))
+        if part.note is None:
+            part.note = Room(calls, part.vectors)
+        room: Room = part.note
+        return room
+
+    def _give_back_odd(self, calls: Sequence[Slots], sums: Sums) -> None:
+        """Those with numbers that are not finite, or too large for float32, are left to the plain way."""
+        for call, end in zip(calls, [*(one.begin for one in calls[1:]), len(sums)], strict=True):
+            if not math.isfinite(sums[end - 3]):
+                self.give_back(call)
+
+    def give_back(self, call: Slots) -> None:
+        """Nobody will look at what was taken."""
+        call.taken = False
+        for copy in (call.key_copy, call.error_copy):
+            if copy is not None:
+                self._pool.give(copy)
+
+
+def _streams(calls: Sequence[Slots], kind: torch.dtype) -> tuple[Stream, ...]:
+    wanted = []
     for call in calls:
-        keys, errors, how = call.keys, call.errors, call.how
-        if not (is_plain(keys) and is_plain(errors)):
-            continue
-        weight, bias, (count, d_in), d_out = how.weight, how.bias, keys.shape, errors.shape[1]
-        key_copy = call.key_copy = pool.take(how.key_name, count, d_in, kind, named=call.named)
-        error_copy = call.error_copy = None if how.error_name is None else pool.take(how.error_name, count, d_out, kind)
-        key_at, key_exponents, names = key_copy.places
-        error_at, error_exponents, _ = NOWHERE if error_copy is None else error_copy.places
-        table.extend((count, d_in, d_out, weight.columns, keys.data_ptr(), errors.data_ptr(), how.random, key_at))
-        table.extend((key_exponents, error_at, error_exponents, names))
-        table.extend((weight.look_at, 0 if bias is None else bias.look_at, 0))
-        call.begin = size
-        size += (weight.columns + 1) * d_out + 3
-        todo.append(call)
-    if not todo:
-        return not calls
-    threads = torch.get_num_threads()
-    sums, at = arena.take(size * threads)
-    odd = loops.slots(len(todo), table.buffer_info()[0], at, threads)
-    for call in todo:
-        call.sums, call.at, call.taken = sums, at + 8 * call.begin, True
-    if odd:
-        _give_back_odd(todo, sums[:size], pool)
-    return not odd and len(todo) == len(calls)
-
-
-def _give_back_odd(calls: Sequence[Slots], sums: Sums, pool: Pool) -> None:
-    """Those with numbers that are not finite, or too large for float32, are left to the plain way."""
-    for call, end in zip(calls, [*(one.begin for one in calls[1:]), len(sums)], strict=True):
-        if not math.isfinite(sums[end - 3]):
-            give_back(call, pool)
-
-
-def give_back(call: Slots, pool: Pool) -> None:
-    """Nobody will look at what was taken."""
-    call.taken = False
-    for copy in (call.key_copy, call.error_copy):
-        if copy is not None:
-            pool.give(copy)
+        wanted.append(Stream(call.keys.shape[1], kind, call.named))
+        if call.how.keeps_errors:
+            wanted.append(Stream(call.errors.shape[1], kind))
+    return tuple(wanted)

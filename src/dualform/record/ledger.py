@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,8 @@ from dualform.layers import axes
 from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer, Use, joined
-from dualform.native.arena import Arena
 from dualform.record.columns import Batch
-from dualform.record.compiled import Slots, Taking, give_back, take_all
+from dualform.record.compiled import Room, Slots, Taker, Taking
 from dualform.record.parameters import ParameterLedger, norm_of, roundoff
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
@@ -64,14 +64,13 @@ class Visit:
     serial: int
     module: ModuleLedger
     batch: Batch | None
-    outputs: int
-    """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
-    slots: Callable[[Errors], list[Found]]
-    key: Tensor | None
-    """What came in, if that is the keys, and what arrives the error signals."""
-    from_data: bool
-    """Whether what came in is data, and not made from weights."""
+    key: Tensor
+    """What came in."""
     problem: DualformError | None
+    outputs: int = 1
+    """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
+    slots: Callable[[Errors], list[Found]] | None = None
+    """What the gradients of these say; None: what came in is the keys, and what arrives the error signals."""
 
 
 @dataclass(slots=True)
@@ -101,6 +100,20 @@ class Held:
     task: int
     batch: Batch
     calls: list[tuple[LayerLedger, Visit, Slots]]
+    room: Room | None
+
+    def blocks(self, first_row: int) -> list[Block]:
+        """What the writer is told of it."""
+        known = self.room.blocks if self.room is not None else []
+        if known:
+            for block in known:
+                block.first_row = first_row
+            return known
+        for layer, _, slots in self.calls:
+            assert slots.key_copy is not None
+            place = layer.number, 0, 0, first_row, self.batch.rows, 1
+            known.append(Block(*place, slots.key_copy, slots.error_copy, slots.named))
+        return known
 
 
 @dataclass(slots=True)
@@ -148,9 +161,8 @@ class LayerLedger:
         self.taking: Taking | None = None
         """How its slots are taken by the compiled loop, if they can be."""
         if like_linear and weight.in_columns:
-            kept = self._error_name if store_as.keeps_errors else None
             bias = self.uses[1][1] if len(self.uses) > 1 else None
-            self.taking = Taking(weight, bias, self._key_name, kept)
+            self.taking = Taking(weight, bias, store_as.keeps_errors)
 
     def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
@@ -211,7 +223,7 @@ class LayerLedger:
 
     def may_repeat(self, visit: Visit) -> bool:
         """Whether keys of a visit may come again."""
-        return visit.from_data and self._keys_may_repeat
+        return self._keys_may_repeat and not visit.key.requires_grad
 
     def _call(
         self,
@@ -277,7 +289,16 @@ class ModuleLedger:
 class Ledger:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
 
-    def __init__(self, *, store_as: StoreAs, batch_axis: dict[str, int], seed: int):
+    def __init__(
+        self,
+        *,
+        store_as: StoreAs,
+        batch_axis: dict[str, int],
+        seed: int,
+        graph_task: Callable[[], int] = torch._C._current_graph_task_id,
+        when_ended: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback,
+    ):
+        """graph_task: gives the number of the backward pass that is running, −1 outside of one; when_ended: does something at its end."""
         self.modules: list[ModuleLedger] = []
         self.layers: list[LayerLedger] = []
         self.parameters: dict[int, ParameterLedger] = {}
@@ -292,11 +313,14 @@ class Ledger:
         self.pending = False
         """Whether gradients have arrived since the last update."""
         self.store_as, self._batch_axis = store_as, batch_axis
+        self._graph_task, self._when_ended = graph_task, when_ended
         self._serial = 0
         self._passes: dict[int, Pass] = {}
         """Those that are under way."""
         self.held: Held | None = None
-        self._arrived_bytes, self._arena = 0, Arena()
+        self._apart = False
+        """Whether there may be links, calls or problems; else every pass so far was an ordinary one, and its update has come."""
+        self._arrived_bytes, self._taker = 0, Taker(store_as.dtype, store_as.pool)
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
         """Enter a module. named: the parameters that its layers use, by full name."""
@@ -321,21 +345,25 @@ class Ledger:
         self.batch = batch
         self.spent.clear()
         self.calls_since_backward += 1
+        if self._apart:
+            self._apart = any(module.pending() for module in self.modules)
 
-    def forward(self, module: ModuleLedger, watch: Watch, task: int) -> Visit:
-        """A module has been called with gradients on."""
+    def forward(self, module: ModuleLedger, key: Tensor, watch: Watch | None = None) -> Visit:
+        """A module has been called with gradients on. watch: where its slots come from, if that is more than what came in and out."""
         module.called = True
         problem: DualformError | None = None
-        if task < 0:
-            self._drop_uncounted(module)
+        if self._graph_task() < 0:
+            self._passes.clear()  # of a pass that never ended: something was raised in it
+            if self._apart:
+                self._drop_uncounted(module)
         elif self.calls_since_backward > 1:
             problem = BatchError(
                 f"layer {module.name!r} was run again during a backward pass (activation checkpointing) after "
                 f"{self.calls_since_backward} batch() calls, so its rows could be of any of them. Call batch(), forward "
                 f"and backward in turn for each microbatch, or use checkpoint(…, use_reentrant=False)."
             )
-        key = watch.key
-        if self.batch is None:
+        batch = self.batch
+        if batch is None:
             problem = BatchError(
                 "no recorder.batch() call before this step. Call recorder.batch(sample_id=…, …) with one entry per "
                 "row before each forward pass that is trained on."
@@ -345,20 +373,20 @@ class Ledger:
                 f"layer {module.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
-        elif key.dim() == 2 and key.size(0) != self.batch.rows:
-            axis = axes.flattened_from(key, self.batch.rows)
+        elif key.dim() == 2 and key.size(0) != batch.rows:
+            axis = axes.flattened_from(key, batch.rows)
             if axis is not None:
-                self.batch.flattened[key.size(0)] = axis
+                batch.flattened[key.size(0)] = axis
         self._serial += 1
+        if watch is None:
+            return Visit(self._serial, module, batch, key, problem)
         slots, keys = watch.slots, watch.keys
         if keys is not None and not self.store_as.errors:
             slots = lambda errors: keys()  # noqa: E731
-        plain = key if watch.plain else None
-        return Visit(self._serial, module, self.batch, len(watch.outputs), slots, plain, not key.requires_grad, problem)
+        return Visit(self._serial, module, batch, key, problem, len(watch.outputs), slots)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
-        self._passes.clear()  # of a pass that never ended: something was raised in it
         if not module.pending():
             return  # the ordinary case: the last update has cleared everything
         counted = {link.task for p in module.parameters for link in p.links if link.counted}
@@ -367,38 +395,40 @@ class Ledger:
         for layer in module.layers:
             layer.forget({task for task in (*layer.calls, *layer.problems) if task not in counted})
 
-    def backward(self, visit: Visit, place: int, error: Tensor, task: int) -> bool:
-        """An error signal arrives at one of a visit's outputs.
-
-        Gives whether it is the first of its backward pass: then `settle` is to be called when that has ended.
-        """
-        self.calls_since_backward = 0
-        module, known = visit.module, self._passes.get(task)
-        under_way = known or self._passes.setdefault(task, Pass())
+    def backward(self, visit: Visit, place: int, error: Tensor) -> None:
+        """An error signal arrives at one of a visit's outputs."""
+        task = self._graph_task()
+        module, under_way = visit.module, self._passes.get(task)
+        if under_way is None:  # the first of its backward pass
+            self.calls_since_backward = 0
+            under_way = self._passes[task] = Pass()
+            self._when_ended(partial(self.settle, task))
         for p in module.parameters:
             if p.parameter.grad is not None and p.parameter.requires_grad:
                 self.take_apart()
                 p.begin(task)
-                under_way.fresh = False
+                under_way.fresh, self._apart = False, True
         if visit.problem is not None:
             for layer in module.layers:
                 layer.problems[task] = visit.problem
-            under_way.fresh = False
-            return known is None
-        errors = under_way.arrived.setdefault(visit, [None] * visit.outputs)
+            under_way.fresh, self._apart = False, True
+            return
+        errors = under_way.arrived.get(visit)
+        if errors is None:
+            errors = under_way.arrived[visit] = [None] * visit.outputs
         before = errors[place]
         errors[place] = error if before is None else before + error
         self._arrived_bytes += error.nbytes
         if self._arrived_bytes > ARRIVED:
             self._look_now(task, under_way, [one for one in under_way.arrived if one.outputs == 1])
-        return known is None
 
-    def counted(self, parameter: ParameterLedger, task: int) -> None:
+    def counted(self, parameter: ParameterLedger, _: object = None) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
-        self.pending = True
+        self.pending, task = True, self._graph_task()
         under_way = self._passes.get(task)
         if under_way is None:  # nothing of it came through a module
             self.take_apart()
+            self._apart = True
             parameter.begin(task)
             parameter.link(task).counted = True
         else:
@@ -426,6 +456,7 @@ class Ledger:
     def _count(self, task: int, some: Pass) -> None:
         """The slots of a pass count for the parameters that it has reached."""
         self.take_apart()
+        self._apart = True
         visited = {parameter for visit in some.arrived for parameter in visit.module.parameters}
         for parameter in some.counted:
             if parameter not in visited:  # it came some other way than through its module
@@ -440,7 +471,9 @@ class Ledger:
         calls, reached, batch = [], 0, self.batch
         for visit, errors in ended.arrived.items():
             module, slots = visit.module, self._ordinary(visit, errors[0])
-            if slots is None or visit.batch is not batch or module.seen_in == task or module.pending():
+            if slots is None or visit.batch is not batch or module.seen_in == task:
+                return False
+            if self._apart and module.pending():
                 return False
             module.seen_in = task
             reached += len(module.parameters)
@@ -448,18 +481,19 @@ class Ledger:
         if batch is None or not calls or reached != len(ended.counted):
             return False
         slots_of = [slots for _, _, slots in calls]
-        if not take_all(slots_of, self.store_as.dtype, self.store_as.pool, self._arena):
+        if not self._taker.take(slots_of):
             for slots in slots_of:
                 if slots.taken:
-                    give_back(slots, self.store_as.pool)
+                    self._taker.give_back(slots)
             return False
-        self.held, self._arrived_bytes = Held(task, batch, calls), 0
+        self.held, self._arrived_bytes = Held(task, batch, calls, self._taker.room), 0
         return True
 
     def take_apart(self) -> None:
         """What was kept as an ordinary pass is none: something else came, or is asked for."""
         held, self.held = self.held, None
         if held is not None:
+            self._apart = True
             for layer, visit, slots in held.calls:
                 for parameter in visit.module.parameters:
                     parameter.link(held.task).counted = True
@@ -468,11 +502,7 @@ class Ledger:
     def _ordinary(self, visit: Visit, error: Tensor | None) -> Slots | None:
         """The slots of a call of something like nn.Linear where each row is one; None: it is something else."""
         key, batch = visit.key, visit.batch
-        if key is None or error is None or batch is None:
-            return None
-        if key.dim() != 2 or key.size(0) != batch.rows or not key.dtype is error.dtype is torch.float32:
-            return None
-        if not (key.is_contiguous() and error.is_contiguous()):
+        if visit.slots is not None or error is None or batch is None or key.dim() != 2 or key.size(0) != batch.rows:
             return None
         layer = visit.module.layers[0]
         return None if layer.taking is None else Slots(key, error, layer.taking, layer.may_repeat(visit))
@@ -480,9 +510,10 @@ class Ledger:
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
         """Find the slots of some visits, and copy them."""
+        self._apart = True
         read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
         slots = [one.slots for one in read if one.slots is not None]
-        take_all(slots, self.store_as.dtype, self.store_as.pool, self._arena)
+        self._taker.take(slots)
         wanted = []
         for one in read:
             if one.slots is not None and one.slots.taken:
@@ -498,7 +529,7 @@ class Ledger:
     def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
         """All gradients of a visit are there: read them as keys and error signals of its layers."""
         module = visit.module
-        for one in visit.slots(errors):
+        for one in [Found("", visit.key, errors[0])] if visit.slots is None else visit.slots(errors):
             layer = module.by_name[joined(module.name, one.layer)]
             try:
                 layout = self._layout(module.name, layer.layer.name, visit, one)

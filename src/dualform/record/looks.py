@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.kernels import address, is_plain, kernels
+from dualform.native.kernels import address, kernels
 from dualform.record.audit import Looked, Verdict
-from dualform.record.parameters import Link, ParameterLedger, mark_of
+from dualform.record.parameters import Link, ParameterLedger
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+ROOMS = 64
+"""For so many updates there is room for gradients at a time."""
 
 TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
 """Some of the numbers that the loop is told of a tensor, and how many there are."""
@@ -41,6 +45,7 @@ class Looks:
         # Before an update: the gradients, and parts of the parameters, which are compared with what they were
         self._before, self._after = np.concatenate([told, told]), told.copy()
         self._gradients, self._parts = self._before[:count], self._before[count:]
+        self._at = self._gradients.reshape(-1).data[TENSOR::FIELDS]  # NumPy takes longer to write a few numbers
         self._bounds, self._bounds_of_parts = self._gradients.view(np.float64), self._parts.view(np.float64)
         self._bounds[:, ROUNDOFF] = [one.roundoff for one in ledgers]
         self._parts[:, AT] += self._size
@@ -56,8 +61,15 @@ class Looks:
         self._fingerprints = np.empty(count)
         self._walks_at, self._fingerprints_at = address(self._walks), address(self._fingerprints)
         self._walking, self._turn, self._foretold = False, 1, 0
-        self._marks: list[tuple[int, int]] | None = None
-        """The parameters' marks then; None: their ledgers know what they looked like."""
+        self._marks: list[int] | None = None
+        """PyTorch's counts of changes then; None: the ledgers know what their parameters looked like."""
+        self._were: list[int] = []
+        """Where they were in memory."""
+        self._rooms: list[tuple[list[Vector | None], int]] = []
+        """For the gradients of vectors in coming updates: themselves, and where they begin in memory."""
+        self._kept: tuple[list[Vector | None], int] = ([], 0)
+        self._settings: Sequence[Mapping[str, float]] | None = None
+        """Those that the walks are told."""
         self._judged: list[list[float] | None] = []
         self._looked: list[Looked | None] | None = None
 
@@ -93,21 +105,27 @@ class Looks:
             self._judged = [None] * len(self.ledgers)
             return False, self.unchanged()
         self._looked = None
-        self._gradients[:, TENSOR] = where
+        self._at[:] = array(self._at.format, where)
         if links is not None:
             self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
             self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
         may_be_same, count = self._may_be_same(), len(where)
-        unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at)
+        self._kept = self._rooms.pop() if self._rooms else self._more_rooms()
+        unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at, self._kept[1])
         found = self._found.tolist()
         self._judged = [*found[:count]]
         if links is not None:
             self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
         return not unusual, may_be_same and self._same(found[count:])
 
-    def factors(self) -> list[tuple[float, float]]:
+    def factors(self) -> tuple[list[float], list[float]]:
         """Of each gradient: the factor of its only pass, and the residual."""
-        return [(one[0], one[1]) for one in self._judged if one is not None]
+        known = [one for one in self._judged if one is not None]
+        return [one[0] for one in known], [one[1] for one in known]
+
+    def vectors(self) -> list[Vector | None]:
+        """The gradients of vectors, which are seen as they are; None for those of matrices."""
+        return self._kept[0]
 
     def verdict(self, place: int) -> Verdict | None:
         """How its only pass explains a gradient, if that is known."""
@@ -121,11 +139,11 @@ class Looks:
         return looked
 
     def remember(
-        self, settings: Sequence[Mapping[str, float]] | None = None, buffers: Sequence[Tensor | None] = ()
+        self, settings: Sequence[Mapping[str, float]] | None = None, states: Sequence[Mapping[str, Any]] = ()
     ) -> list[float]:
         """The parameters have just been updated. Gives their fingerprints.
 
-        settings: those of each parameter, if the update was one by SGD with the gradients that were looked at; buffers: its momentum.
+        settings: those of each parameter, if the update was one by SGD with the gradients that were looked at; states: SGD's, now.
         Then it is known what the parameters look like, and only parts of them need be looked at before the next update.
         """
         where = self._where(self.parameters) if self._loops is not None else None
@@ -134,10 +152,13 @@ class Looks:
             for ledger in self.ledgers:
                 ledger.remember()
             return [ledger.fingerprint for ledger in self.ledgers]
-        self._parts[:, TENSOR] = where
-        self._marks = [(one._version, at) for one, at in zip(self.parameters, where, strict=True)]
+        if where != self._were:
+            self._parts[:, TENSOR] = self._were = where
+        self._marks = [one._version for one in self.parameters]
         if settings is not None and self._walking and self._looked is None:
-            self._walks.view(np.float64)[:, 7:14] = [[one[name] for name in SGD] for one in settings]
+            if settings is not self._settings:
+                self._walks.view(np.float64)[:, 7:14] = [[one[name] for name in SGD] for one in settings]
+                self._settings = settings
             self._loops.walked(len(where), self._walks_at, self._fingerprints_at)
             fingerprints: list[float] = self._fingerprints.tolist()
             # Else something has overflowed here that may not have done so there
@@ -148,12 +169,12 @@ class Looks:
         self._run(len(where), self._after_at, self._remembered_at)
         found = self._found[: len(where)].tolist()
         self._bounds_of_parts[:, SCALE] = 0.0  # what is seen again is the same to the last bit
-        self._walking, self._foretold = settings is not None and self._see_buffers(buffers), 0
+        self._walking, self._foretold = settings is not None and self._see_buffers(states), 0
         return [one[1] for one in found]
 
-    def _see_buffers(self, buffers: Sequence[Tensor | None]) -> bool:
+    def _see_buffers(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Look at SGD's buffers; False: they are none that can be looked at."""
-        where = self._where(buffers)
+        where = self._where([state.get("momentum_buffer") for state in states])
         if where is None:
             return False
         self._buffers[:] = 0
@@ -172,14 +193,19 @@ class Looks:
     def hand_out(self) -> None:
         """Let each ledger know what was remembered."""
         if self._marks is not None:
-            for ledger, place, mark in zip(self.ledgers, self._places, self._marks, strict=True):
+            for ledger, place, mark in zip(
+                self.ledgers, self._places, zip(self._marks, self._were, strict=True), strict=True
+            ):
                 ledger.remembered(self._remembered[place].copy(), mark, self._turn % ledger.turns, self._foretold)
 
     def _may_be_same(self) -> bool:
         """Whether PyTorch has counted no change since the parameters were remembered."""
         if self._marks is None:
             return False
-        return [mark_of(one) for one in self.parameters] == self._marks or self._ask_each()
+        for parameter, version, at in zip(self.parameters, self._marks, self._were, strict=True):
+            if parameter._version != version or parameter.data_ptr() != at:
+                return self._ask_each()
+        return True
 
     def _where(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
         """Where each begins in memory (0: it is not there); None: not all of them are plain."""
@@ -187,7 +213,13 @@ class Looks:
         for tensor, numel in zip(tensors, self._numels, strict=True):
             if tensor is None:
                 found.append(0)
-            elif is_plain(tensor) and tensor.numel() == numel:
+            elif (  # as `is_plain`: a function is too much here
+                tensor.dtype is torch.float32
+                and tensor.is_cpu
+                and tensor.layout is torch.strided
+                and tensor.is_contiguous()
+                and tensor.numel() == numel
+            ):
                 found.append(tensor.data_ptr())
             else:
                 return None
@@ -206,9 +238,21 @@ class Looks:
         self._turn += 1
         return False
 
-    def _run(self, count: int, told: int, out: int) -> int:
-        unusual: int = self._loops.looks(count, told, out, self._found_at, self._turn, torch.get_num_threads())
+    def _run(self, count: int, told: int, out: int, kept: int = 0) -> int:
+        unusual: int = self._loops.looks(count, told, out, self._found_at, self._turn, torch.get_num_threads(), kept)
         return unusual
+
+    def _more_rooms(self) -> tuple[list[Vector | None], int]:
+        """Room for the gradients of vectors, for some updates: they are stored, so each needs its own."""
+        sizes = [0 if one.is_matrix else one.rows for one in self.ledgers]
+        memory = np.empty((ROOMS, sum(sizes)), np.float32)
+        ends = np.cumsum(sizes).tolist()
+        shapes = [None if one.is_matrix else one.shape for one in self.ledgers]
+        for row in memory[::-1]:
+            parts = zip(sizes, ends, shapes, strict=True)
+            vectors = [None if shape is None else row[end - size : end].reshape(shape) for size, end, shape in parts]
+            self._rooms.append((vectors, address(row)))
+        return self._rooms.pop()
 
 
 def _told(one: ParameterLedger, at: int) -> list[int]:

@@ -5,7 +5,7 @@ A new optimizer is one line in OPTIMIZERS here, with a function of its own if it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,11 @@ from dualform.recursions import KINDS, nadam_momentum
 Numbers = dict[str, float]
 
 
-def _nothing(numbers: Numbers, state: dict[str, Any]) -> Numbers:
-    return {}
+State = Mapping[str, Any]
+
+
+def _nothing(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+    return [{} for _ in states]
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,13 @@ class Replay:
     kind: str
     shared: Callable[[dict[str, Any]], Numbers]
     """Of a group → numbers that all its parameters share."""
-    own: Callable[[Numbers, dict[str, Any]], Numbers] = _nothing
-    """Of these and a parameter's state before the step → numbers of its own."""
+    own: Callable[[Numbers, Sequence[State]], list[Numbers]] = _nothing
+    """Of these and the states of some parameters before the step → numbers of each one's own."""
 
-    def settings(self, shared: Numbers, state: dict[str, Any]) -> Numbers:
-        """All numbers of a parameter's update, of those that it shares and its state before the step."""
-        return {**shared, **self.own(shared, state)}
+    def read(self, group: dict[str, Any], states: Sequence[State]) -> tuple[Numbers, list[Numbers]]:
+        """The numbers of a group's updates, given the states of its parameters before the step: shared ones, and each one's own."""
+        shared = self.shared(group)
+        return shared, self.own(shared, states)
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -65,19 +69,21 @@ def _adamw(group: dict[str, Any]) -> Numbers:
     return {**_adam(group), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
 
 
-def _fresh(numbers: Numbers, state: dict[str, Any]) -> Numbers:
-    return {"fresh": float(state.get("momentum_buffer") is None)}
+def _fresh(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+    return [{"fresh": 1.0 if state.get("momentum_buffer") is None else 0.0} for state in states]
 
 
-def _count(numbers: Numbers, state: dict[str, Any]) -> Numbers:
+def _count(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
     """The number of this update, from 1."""
-    return {"count": float(state.get("step", 0)) + 1}
+    return [{"count": float(state.get("step", 0)) + 1} for state in states]
 
 
-def _nadam(numbers: Numbers, state: dict[str, Any]) -> Numbers:
-    own = _count(numbers, state)
-    product = state.get("mu_product", torch.ones(()))  # PyTorch rounds it to its own type
-    return {**own, "mu_product": float(product * nadam_momentum(numbers, own["count"]))}
+def _nadam(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+    own = _count(numbers, states)
+    for one, state in zip(own, states, strict=True):
+        product = state.get("mu_product", torch.ones(()))  # PyTorch rounds it to its own type
+        one["mu_product"] = float(product * nadam_momentum(numbers, one["count"]))
+    return own
 
 
 OPTIMIZERS: dict[type[Optimizer], Replay] = {

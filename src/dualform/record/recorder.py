@@ -91,7 +91,7 @@ class Recorder:
         self._optimized = self._count_optimized()
         books.remember(range(len(optimizer)), None)
         self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, books).values())
-        self._capture = Capture(model, self._ledger, before_forward=self._adopt)
+        self._capture = Capture(model, self._ledger, before_forward=self._adopt if self._waiting else None)
         for module in self._ledger.modules:
             self._capture.add(module)
         self._handles = [
@@ -222,10 +222,10 @@ class Recorder:
             raise RecordingError(f"the recorder of {self.path} is closed. Record into a new folder.")
         return self._guarded(self._writer.check)
 
-    def _guarded(self, work: Callable[[], object]) -> bool:
+    def _guarded(self, work: Callable[..., object], *given: int) -> bool:
         """Do what may fail in the writer; False if it did and the training is to go on without us."""
         try:
-            work()
+            work(*given)
         except WriterError as error:
             self._detach()
             self._writer.abandon()
@@ -248,13 +248,13 @@ class Recorder:
                 return None
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
             if closure is None:
-                self._guarded(lambda: self._update(number))
+                self._guarded(self._update, number)
                 return None
 
             def recorded() -> Any:
                 loss = closure()
                 if not self._closed:
-                    self._guarded(lambda: self._update(number))
+                    self._guarded(self._update, number)
                 return loss
 
             if "closure" in kwargs:

@@ -155,18 +155,19 @@ class OnlineTotals:
 
     def _updates(self, steps: Sequence[records.Step], name: str) -> Updates | None:
         number = self._parameters.index(name)
-        mine = [(step.number, u) for step in steps for u in step.updates if u.parameter == number]
+        mine = [(s.number, u, u.parameters.index(number)) for s in steps for u in s.updates if number in u.parameters]
         if not mine:
             return None
-        factors = np.zeros((len(mine), max(len(u.factors) for _, u in mine)))
-        for row, (_, update) in enumerate(mine):
-            factors[row, : len(update.factors)] = update.factors
-        gradients = [u.gradient for _, u in mine if u.gradient is not None]
-        always = set[str].intersection(*(set(u.settings) for _, u in mine))  # autocast may come and go
+        listed, settings = [u.factors[at] for _, u, at in mine], [u.settings[at] for _, u, at in mine]
+        factors = np.zeros((len(mine), max(map(len, listed))))
+        for row, some in enumerate(listed):
+            factors[row, : len(some)] = some
+        gradients = [gradient for _, u, at in mine if (gradient := u.gradients[at]) is not None]
+        always = set[str].intersection(*map(set, settings))  # autocast may come and go
         return Updates(
             mine[0][1].optimizer,
-            np.array([n for n, _ in mine], dtype=np.int64),
-            {key: np.array([u.settings[key] for _, u in mine]) for key in sorted(always)},
+            np.array([n for n, _, _ in mine], dtype=np.int64),
+            {key: np.array([one[key] for one in settings]) for key in sorted(always)},
             factors,
             torch.from_numpy(np.stack(gradients)) if gradients else None,
         )

@@ -31,12 +31,14 @@ def slot_tensors(
         if blocks[0][1].shape:
             tensors[f"{layer}.shapes"] = [np.array([b.shape for _, b in blocks], dtype=np.int64)]
         tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
-    gradients: dict[str, list[Array]] = {}
+    gradients: dict[int, list[Array]] = {}
     for step in steps:
         for update in step.updates:
-            if update.gradient is not None:
-                gradients.setdefault(f"gradient.{update.parameter}", []).append(update.gradient[None])
-    return {**tensors, **gradients}, tuple(slots)
+            for number, gradient in zip(update.parameters, update.gradients, strict=True):
+                if gradient is not None:
+                    gradients.setdefault(number, []).append(gradient[None])
+    tensors |= {f"gradient.{number}": some for number, some in gradients.items()}
+    return tensors, tuple(slots)
 
 
 def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
@@ -89,4 +91,4 @@ def _together(stretch: Sequence[Encoded]) -> Encoded:
     if len(stretch) == 1 or slab is None:
         return first
     end = stretch[-1].first + stretch[-1].data.shape[0]
-    return slab.part(first.first, end - first.first)
+    return slab.vectors(first.stream, first.first, end - first.first)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.fl
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
 PAGE = 4096
+STREAMS = 8  # a slab of many streams is no larger than one of so many
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
 STRETCH = (
@@ -38,7 +39,9 @@ class Encoded:
     slab: Slab | None = None
     """The memory that `data` is a part of, if it goes back to a pool, …"""
     first: int = 0
-    """… and its first row there."""
+    """… its first row there, …"""
+    stream: int = 0
+    """… and which of the slab's streams it belongs to."""
     names: Tensor | None = None
     """128 bits that tell each vector as it is stored, (n, 2) int64; None: they are not known."""
     nbytes: int = field(init=False)
@@ -87,44 +90,64 @@ def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+class Stream(NamedTuple):
+    """Vectors that are alike."""
+
+    width: int
+    dtype: torch.dtype
+    named: bool = False
+    """Whether they get names. Names that nobody has written are none: so nobody gets room for them who did not ask."""
+
+    def memory(self, rows: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """For the vectors, (rows, width); their powers of two, (rows,), where they have any; and their names, (rows, 2)."""
+        exponents = torch.empty(rows, dtype=torch.int16) if self.dtype is torch.float16 else None
+        names = torch.empty(rows, 2, dtype=torch.int64) if self.named else None
+        return _aligned(rows, self.width, self.dtype), exponents, names
+
+
 @dataclass(eq=False, slots=True)
+class Part:
+    """Some rows of a slab: the vectors of each stream."""
+
+    vectors: list[Encoded]
+    note: Any = None
+    """What its taker wants to find again whenever it gets this part again."""
+
+
 class Slab:
     """A stretch of memory that is filled step by step; goes round once all its parts have been given back."""
 
-    memory: Tensor
-    exponents: Tensor | None
-    """… the powers of two of its vectors, (rows,), where they have any, …"""
-    names: Tensor | None
-    """… and their names, (rows, 2), where they get some."""
-    rows: int
-    width: int
-    dtype: torch.dtype
-    used: int = 0
-    out: int = 0
-    parts: list[Encoded] = field(default_factory=list)
-    """It cut into parts as long as the first one, for batches that are all alike: made once."""
-    length: int = 0
-    """How long they are."""
+    def __init__(self, rows: int, streams: tuple[Stream, ...]):
+        self.rows, self.streams, self.used, self.out = rows, streams, 0, 0
+        self.memory = [stream.memory(rows) for stream in streams]
+        self._parts: list[Part] = []
+        """It cut into parts as long as the first one, for batches that are all alike: made once."""
+        self._length = 0
+        """How long they are."""
 
-    def fits(self, width: int, dtype: torch.dtype, named: bool) -> bool:
-        """Whether such vectors go into it. Names that nobody has written are none: so nobody gets room for them who did not ask."""
-        return self.width == width and self.dtype is dtype and (self.names is not None) is named
+    @property
+    def nbytes(self) -> int:
+        """Of all vectors."""
+        return sum(vectors.nbytes for vectors, *_ in self.memory)
 
-    def taken(self, rows: int) -> Encoded:
+    def taken(self, rows: int) -> Part:
         """The next rows."""
-        low, self.used, self.out = self.used, self.used + rows, self.out + 1
-        if not low and rows and rows != self.length:
-            self.length = rows if self.rows <= BLOCKS * rows else 0
-            self.parts = [self.part(at, rows) for at in range(0, self.rows, rows)] if self.length else []
-        if rows and rows == self.length and not low % rows:
-            return self.parts[low // rows]
-        return self.part(low, rows)
+        low, self.used, self.out = self.used, self.used + rows, self.out + len(self.streams)
+        if not low and rows and rows != self._length:
+            self._length = rows if self.rows <= BLOCKS * rows else 0
+            self._parts = [self._part(at, rows) for at in range(0, self.rows, rows)] if self._length else []
+        if rows and rows == self._length and not low % rows:
+            return self._parts[low // rows]
+        return self._part(low, rows)
 
-    def part(self, low: int, rows: int) -> Encoded:
-        """Some of its rows."""
-        exponents = None if self.exponents is None else self.exponents[low : low + rows]
-        names = None if self.names is None else self.names[low : low + rows]
-        return Encoded(self.memory[low : low + rows], exponents, self, low, names)
+    def _part(self, low: int, rows: int) -> Part:
+        return Part([self.vectors(stream, low, rows) for stream in range(len(self.streams))])
+
+    def vectors(self, stream: int, low: int, rows: int) -> Encoded:
+        """Some rows of one stream."""
+        here, (vectors, exponents, names) = slice(low, low + rows), self.memory[stream]
+        scales, told = None if exponents is None else exponents[here], None if names is None else names[here]
+        return Encoded(vectors[here], scales, self, low, stream, told)
 
 
 class Pool:
@@ -134,8 +157,8 @@ class Pool:
     """
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
-        self._free: dict[tuple[int, int, torch.dtype, bool], list[Slab]] = defaultdict(list)
-        self._filling: dict[str, Slab] = {}
+        self._free: dict[tuple[int, tuple[Stream, ...]], list[Slab]] = defaultdict(list)
+        self._filling: dict[Hashable, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
@@ -143,13 +166,27 @@ class Pool:
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype, *, named: bool = False) -> Encoded:
         """Room for some vectors (count, width), with any content. named: and for their names."""
+        wanted = (Stream(width, dtype, named),)
         with self._lock:
             slab = self._filling.get(name)
-            if slab is None or slab.used + count > slab.rows or not slab.fits(width, dtype, named):
-                if slab is not None and not slab.out:
-                    self._keep(slab)
-                slab = self._filling[name] = self._slab(count, width, dtype, named)
+            if slab is None or slab.used + count > slab.rows or slab.streams != wanted:
+                slab = self._next(name, slab, count, wanted)
+            return slab.taken(count).vectors[0]
+
+    def take_together(self, name: Hashable, count: int, streams: Callable[[], tuple[Stream, ...]]) -> Part:
+        """Room for as many vectors of several streams, always the same under a name."""
+        with self._lock:
+            slab = self._filling.get(name)
+            if slab is None or slab.used + count > slab.rows:
+                slab = self._next(name, slab, count, streams() if slab is None else slab.streams)
             return slab.taken(count)
+
+    def leave(self, name: Hashable) -> None:
+        """Nothing more is taken under a name for now."""
+        with self._lock:
+            slab = self._filling.pop(name, None)
+            if slab is not None and not slab.out:
+                self._keep(slab)
 
     def like(self, wanted: Wanted, dtype: torch.dtype) -> Encoded:
         """Room for what is wanted."""
@@ -177,24 +214,28 @@ class Pool:
                 if not slab.out and not any(slab is one for one in self._filling.values()):
                     self._keep(slab)
 
-    def _slab(self, count: int, width: int, dtype: torch.dtype, named: bool) -> Slab:
+    def _next(self, name: Hashable, before: Slab | None, count: int, streams: tuple[Stream, ...]) -> Slab:
+        """The next slab that is filled under a name."""
+        if before is not None and not before.out:
+            self._keep(before)
         # Small layers get small slabs: a large network has hundreds of them
-        fitting = self._slab_bytes // max(1, width * dtype.itemsize)
+        width = sum(stream.width * stream.dtype.itemsize for stream in streams)
+        fitting = min(len(streams), STREAMS) * self._slab_bytes // max(1, width)
         rows = max(count, min(fitting, BLOCKS * count))
-        free = self._free[rows, width, dtype, named]
+        free = self._free[rows, streams]
         if free:
             slab = free.pop()
-            self._bytes -= slab.memory.nbytes
-            return slab
-        exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
-        names = torch.empty(rows, 2, dtype=torch.int64) if named else None
-        return Slab(_aligned(rows, width, dtype), exponents, names, rows, width, dtype)
+            self._bytes -= slab.nbytes
+        else:
+            slab = Slab(rows, streams)
+        self._filling[name] = slab
+        return slab
 
     def _keep(self, slab: Slab) -> None:
-        if self._bytes + slab.memory.nbytes <= self._most:
+        if self._bytes + slab.nbytes <= self._most:
             slab.used = 0
-            self._free[slab.rows, slab.width, slab.dtype, slab.names is not None].append(slab)
-            self._bytes += slab.memory.nbytes
+            self._free[slab.rows, slab.streams].append(slab)
+            self._bytes += slab.nbytes
 
 
 def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,16 +50,16 @@ class Block:
 
 @dataclass(slots=True)
 class Update:
-    """What one step did to one parameter."""
+    """What one optimizer did to its parameters in one step; an entry for each of them."""
 
-    parameter: int
     optimizer: str
-    settings: dict[str, float]
-    factors: list[float]
+    parameters: Sequence[int]
+    settings: Sequence[dict[str, float]]
+    factors: Sequence[list[float]]
     """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
-    residual: float
+    residuals: Sequence[float]
     """The part of the gradient that the slots do not explain, relative."""
-    gradient: Array | None = None
+    gradients: Sequence[Array | None]
     """The gradient itself, kept for biases."""
 
 
@@ -77,21 +77,27 @@ class Step:
     marks: dict[str, Mark] = field(default_factory=dict)
     """Layers that are found to be inexact, from which step on, and why."""
 
+    _nbytes: int = 0
+
     def drop_slots(self) -> None:
         """Keep nothing that grows with the number of steps: the slots are in the totals."""
         self.rows, self.blocks, self.updates, self.log = [], [], [], {}
-        self.__dict__.pop("nbytes", None)
+        self._nbytes = 0
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """How much memory it holds, roughly; to be asked once it is finished."""
-        count = 256 * (len(self.blocks) + len(self.updates) + 1)
+        return self._nbytes or self._count()
+
+    def _count(self) -> int:
+        count = 256 * (len(self.blocks) + 1)
         for block in self.blocks:
             count += block.keys.nbytes + (0 if block.errors is None else block.errors.nbytes)
         for update in self.updates:
-            if update.gradient is not None:
-                count += update.gradient.nbytes
+            for gradient in update.gradients:
+                count += 256 if gradient is None else 256 + gradient.nbytes
         for rows in self.rows:
             for values in rows.columns.values():
                 count += values.nbytes if isinstance(values, np.ndarray) else 64 * rows.count
+        self._nbytes = count
         return count

@@ -64,19 +64,22 @@ def _piece(column: Column, rows: Rows) -> pl.Series:
 
 def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
     """One line for each (step, parameter) that was updated: the optimizer's settings, factors, residual."""
-    lines = [(step.number, update) for step in steps for update in step.updates]
-    settings = sorted({name for _, update in lines for name in update.settings})
+    updates = [update for step in steps for update in step.updates]
+    kept = [gradient is not None for update in updates for gradient in update.gradients]
     table = {
-        "step": pl.Series([n for n, _ in lines], dtype=pl.Int64),
-        "parameter": pl.Series([u.parameter for _, u in lines], dtype=pl.Int64),
-        "optimizer": pl.Series([u.optimizer for _, u in lines], dtype=pl.String),
-        "factors": _lists([u.factors for _, u in lines]),
-        "residual": pl.Series([u.residual for _, u in lines], dtype=pl.Float64),
-        "after": pl.Series([step.after.get(u.parameter) for step in steps for u in step.updates], dtype=pl.Float64),
-        "gradient_kept": pl.Series([u.gradient is not None for _, u in lines], dtype=pl.Boolean),
+        "step": pl.Series([s.number for s in steps for u in s.updates for _ in u.parameters], dtype=pl.Int64),
+        "parameter": pl.Series([number for update in updates for number in update.parameters], dtype=pl.Int64),
+        "optimizer": pl.Series([u.optimizer for u in updates for _ in u.parameters], dtype=pl.String),
+        "factors": _lists([factors for update in updates for factors in update.factors]),
+        "residual": pl.Series([residual for update in updates for residual in update.residuals], dtype=pl.Float64),
+        "after": pl.Series([s.after.get(n) for s in steps for u in s.updates for n in u.parameters], dtype=pl.Float64),
+        "gradient_kept": pl.Series(kept, dtype=pl.Boolean),
     }
-    for name in settings:
-        table[name] = pl.Series([u.settings.get(name) for _, u in lines], dtype=pl.Float64)
+    alike = {id(update.settings): update.settings for update in updates}  # most of them are the same from step to step
+    for name in sorted({name for settings in alike.values() for one in settings for name in one}):
+        values = {known: [one.get(name) for one in settings] for known, settings in alike.items()}
+        column = [value for update in updates for value in values[id(update.settings)]]
+        table[name] = pl.Series(column, dtype=pl.Float64)
     return pl.DataFrame(table)
 
 

@@ -81,6 +81,8 @@ class Writer:
         self._held = 0
         self._room = threading.Condition()
         self._failure: BaseException | None = None
+        self.failed = False
+        """Whether something went wrong in the background."""
         self._waiting: list[Step] = []
         self._waiting_bytes, self._turn_bytes = 0, min(chunk_bytes, queue_bytes) // 4
         self._steps: list[Step] = []
@@ -97,9 +99,8 @@ class Writer:
         self._thread.start()
 
     def put(self, step: Step, columns: Sequence[Column]) -> None:
-        """Hand over a step; waits while more than queue_bytes are on their way to the disk."""
+        """Hand over a step; waits while more than queue_bytes, and a few steps, are on their way to the disk."""
         self._columns = tuple(columns)
-        self._hold(step.nbytes)
         self._waiting.append(step)
         self._waiting_bytes += step.nbytes
         if self._waiting_bytes >= self._turn_bytes:
@@ -108,19 +109,21 @@ class Writer:
     def _pass_on(self) -> None:
         """Wake the background thread: not for every step, for each turn of it holds up the training."""
         if self._waiting:
-            self._inbox.put(self._waiting)
+            steps, nbytes = self._waiting, self._waiting_bytes
             self._waiting, self._waiting_bytes = [], 0
+            self._hold(nbytes)
+            self._inbox.put(steps)
 
     def snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Hand over all weights and optimizer state after `step` updates; the tensors must be copies."""
-        self._hold(sum(t.nbytes for t in tensors.values()))
         self._pass_on()
+        self._hold(sum(t.nbytes for t in tensors.values()))
         self._inbox.put((step, tensors))
 
     def totals(self, totals: NewTotals, weights: dict[str, Tensor]) -> None:
         """Hand over all totals, which replace those before, with a snapshot of the same moment."""
-        self._hold(totals.nbytes)
         self._pass_on()
+        self._hold(totals.nbytes)
         self._inbox.put((totals, weights))
 
     def wait(self) -> None:
@@ -136,11 +139,6 @@ class Writer:
         """From the next step on there are more layers."""
         self._pass_on()
         self._inbox.put(NewLayer(module, tuple(layers), tuple(parameters)))
-
-    @property
-    def failed(self) -> bool:
-        """Whether something went wrong in the background."""
-        return self._failure is not None
 
     def abandon(self) -> None:
         """Let go of the folder after a failure."""
@@ -170,7 +168,6 @@ class Writer:
     def _hold(self, nbytes: int) -> None:
         with self._room:
             while self._failure is None and self._held and self._held + nbytes > self._queue_bytes:
-                self._pass_on()
                 self._inbox.put(None)  # seal what there is: there may be less than a chunk
                 self._room.wait()
             self._held += nbytes
@@ -225,7 +222,7 @@ class Writer:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder / f".{chunk_name(len(self.manifest.chunks))}", ignore_errors=True)
             with self._room:
-                self._failure = failure
+                self._failure, self.failed = failure, True
                 self._room.notify_all()
 
     def _seal(self, ended: str | None = None) -> None:
