@@ -36,26 +36,26 @@ def slot_tensors(
         for update in step.updates:
             for number, gradient in zip(update.parameters, update.gradients, strict=True):
                 if gradient is not None:
-                    gradients.setdefault(number, []).append(gradient[None])
-    tensors |= {f"gradient.{number}": some for number, some in gradients.items()}
+                    gradients.setdefault(number, []).append(gradient)
+    tensors |= {f"gradient.{number}": [np.stack(some)] for number, some in gradients.items()}
     return tensors, tuple(slots)
 
 
 def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Sequence[Array]]:
     """The keys that are new, and, where some are not, the number of each slot's key."""
     if blocks[0].shape:  # feature maps may differ in size: one after the other, flat
-        equal.stored += sum(len(block.keys.data) for block in blocks)
+        equal.stored += sum([block.keys.count for block in blocks])
         found = _vectors(f"{layer}.key", [block.keys for block in blocks])
         return {**found, f"{layer}.keys": [block.keys.data.numpy().reshape(-1) for block in blocks]}
     if not any(block.may_repeat for block in blocks):
-        equal.stored += sum(len(block.keys.data) for block in blocks)
+        equal.stored += sum([block.keys.count for block in blocks])
         return _vectors(f"{layer}.key", [block.keys for block in blocks])
     numbers, new = [], []
     for may_repeat, some in groupby(blocks, lambda block: block.may_repeat):
         for keys in _joined([block.keys for block in some]):
             numbered, places = equal.number(keys, may_repeat=may_repeat)
             numbers.append(numbered)
-            if places is None or len(places) == len(keys.data):
+            if places is None or len(places) == keys.count:
                 new.append(keys)
             elif len(places):
                 new.append(keys.take(places))
@@ -82,7 +82,7 @@ def _joined(vectors: Sequence[Encoded]) -> list[Encoded]:
             found.append(_together(stretch))
             stretch = []
         stretch.append(one)
-        end = one.first + one.data.shape[0]
+        end = one.first + one.count
     return [*found, _together(stretch)]
 
 
@@ -90,5 +90,5 @@ def _together(stretch: Sequence[Encoded]) -> Encoded:
     first, slab = stretch[0], stretch[0].slab
     if len(stretch) == 1 or slab is None:
         return first
-    end = stretch[-1].first + stretch[-1].data.shape[0]
+    end = stretch[-1].first + stretch[-1].count
     return slab.vectors(first.stream, first.first, end - first.first)

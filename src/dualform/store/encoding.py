@@ -44,12 +44,15 @@ class Encoded:
     """… and which of the slab's streams it belongs to."""
     names: Tensor | None = None
     """128 bits that tell each vector as it is stored, (n, 2) int64; None: they are not known."""
+    count: int = field(init=False)
+    """How many there are."""
     nbytes: int = field(init=False)
     """How many bytes are stored (names are not)."""
     places: tuple[int, int, int] = field(init=False)
     """Where vectors, exponents and names begin in memory; 0: there are none."""
 
     def __post_init__(self) -> None:
+        self.count = self.data.size(0)
         self.nbytes = self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
         self.places = self.data.data_ptr(), _place(self.exponents), _place(self.names)
 
@@ -205,14 +208,15 @@ class Pool:
             room = self._rooms[like.shape, like.dtype] = self._scratch[: like.numel()].view(like.shape)
         return room
 
-    def give(self, vectors: Encoded) -> None:
+    def give(self, *vectors: Encoded | None) -> None:
         """Take back vectors that nobody looks at any more."""
         with self._lock:
-            slab = vectors.slab
-            if slab is not None:
-                slab.out -= 1
-                if not slab.out and not any(slab is one for one in self._filling.values()):
-                    self._keep(slab)
+            for one in vectors:
+                slab = None if one is None else one.slab
+                if slab is not None:
+                    slab.out -= 1
+                    if not slab.out and not any(slab is other for other in self._filling.values()):
+                        self._keep(slab)
 
     def _next(self, name: Hashable, before: Slab | None, count: int, streams: tuple[Stream, ...]) -> Slab:
         """The next slab that is filled under a name."""

@@ -33,7 +33,7 @@ class EqualKeys:
 
     def number(self, keys: Encoded, *, may_repeat: bool) -> tuple[Ints, Ints | None]:
         """The number of each key (n,), and the places of those that are new (None: all of them)."""
-        count = len(keys.data)
+        count = keys.count
         if not may_repeat or self._gave_up:
             self.stored += count
             return np.arange(self.stored - count, self.stored), None

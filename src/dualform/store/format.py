@@ -145,14 +145,15 @@ class Manifest:
 
     def dump(self) -> bytes:
         """The manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each."""
-        content = {"format": "dualform", **dataclasses.asdict(dataclasses.replace(self, chunks=()))}
         chunks = [chunk.text for chunk in self.chunks]
-        texts = {name: _compact(value) for name, value in content.items()} | {"chunks": f"[{','.join(chunks)}]"}
-        everything = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
-        content["checksum"] = checksum(f"{{{everything}}}".encode())
-        del content["chunks"]
+        names = [one.name for one in dataclasses.fields(self) if one.name != "chunks"]
+        texts = {"format": _texts("format", "dualform"), **{name: _texts(name, getattr(self, name)) for name in names}}
+        compact = {name: text for name, (text, _) in texts.items()} | {"chunks": f"[{','.join(chunks)}]"}
+        everything = ",".join(f'"{name}":{compact[name]}' for name in sorted(compact))
+        texts["checksum"] = _texts("checksum", checksum(f"{{{everything}}}".encode()))
+        head = ",\n".join(f' "{name}": {text}' for name, (_, text) in texts.items())
         lines = ",\n".join(f"  {text}" for text in chunks)
-        return f'{json.dumps(content, indent=1)[:-2]},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
+        return f'{{\n{head},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
 
 
 def chunk_name(number: int) -> str:
@@ -219,6 +220,21 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _compact(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+_TEXTS: dict[str, tuple[Any, tuple[str, str]]] = {}
+"""The texts of what was last written under a name."""
+
+
+def _texts(name: str, value: Any) -> tuple[str, str]:
+    """A part of a manifest as JSON: in one line, and to be read. What cannot change is written once, not for each chunk."""
+    known = _TEXTS.get(name)
+    if known is not None and known[0] is value and isinstance(value, tuple):
+        return known[1]
+    compact = json.dumps(value, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
+    texts = compact, json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
+    _TEXTS[name] = value, texts
+    return texts
 
 
 T = TypeVar("T")

@@ -43,9 +43,7 @@ class Block:
 
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
-        pool.give(self.keys)
-        if self.errors is not None:
-            pool.give(self.errors)
+        pool.give(self.keys, self.errors)
 
 
 @dataclass(slots=True)
