@@ -53,7 +53,7 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
             images,
             TRAIN[1],
             steps=steps,
-            before=lambda ids: recorder.batch(sample_id=ids, label=TRAIN[1][ids]),
+            before=lambda ids, labels: recorder.batch(sample_id=ids, label=labels),
             after=keep_middle,
         )
     dual = dualform.open(folder, model)

@@ -31,9 +31,7 @@ def recorded(folder: Path) -> None:
     model = mnist.network()
     optimizer = mnist.optimizer_for(model)
     with dualform.record(model, optimizer, folder, dtype="float16") as recorder:
-        mnist.train(
-            model, optimizer, images, labels, before=lambda ids: recorder.batch(sample_id=ids, label=labels[ids])
-        )
+        mnist.train(model, optimizer, images, labels, before=lambda ids, y: recorder.batch(sample_id=ids, label=y))
 
 
 class Memory:

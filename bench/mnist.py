@@ -51,18 +51,19 @@ def training(
     labels: Tensor,
     *,
     seed: int = 0,
-    before: Callable[[Tensor], None] = lambda ids: None,
+    before: Callable[[Tensor, Tensor], None] = lambda ids, labels: None,
 ) -> Iterator[None]:
-    """Train without end, a step at a time; `before` gets the sample numbers of each batch."""
+    """Train without end, a step at a time; `before` gets the sample numbers and the labels of each batch."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.empty(0, dtype=torch.long)
     while True:
         if len(order) < BATCH:
             order = torch.randperm(len(images), generator=generator)
         ids, order = order[:BATCH], order[BATCH:]
-        before(ids)
+        x, y = images[ids], labels[ids]
+        before(ids, y)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[ids]), labels[ids])
+        loss = F.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -77,7 +78,7 @@ def train(
     *,
     steps: int = STEPS,
     seed: int = 0,
-    before: Callable[[Tensor], None] = lambda ids: None,
+    before: Callable[[Tensor, Tensor], None] = lambda ids, labels: None,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Train for some steps; `after` gets the number of updates so far."""

@@ -42,7 +42,7 @@ class Training:
                 optimizer,
                 IMAGES,
                 LABELS,
-                before=lambda ids: recorder.batch(sample_id=ids, label=LABELS[ids]),
+                before=lambda ids, labels: recorder.batch(sample_id=ids, label=labels),
             )
         self._begun = time.perf_counter() - began
 

@@ -69,15 +69,15 @@ def _make(recording: Recording, folder: Path) -> None:
                 images,
                 labels,
                 steps=recording.steps // len(recording.tasks),
-                before=_columns(recorder, labels, task),
+                before=_columns(recorder, task),
             )
             recorder.seal()
     for column, kind in recording.totals:
         dualform.build_totals(folder, column, kind=kind)
 
 
-def _columns(recorder: dualform.Recorder, labels: Tensor, task: str) -> Callable[[Tensor], None]:
-    return lambda ids: recorder.batch(sample_id=ids, label=labels[ids], task=task)
+def _columns(recorder: dualform.Recorder, task: str) -> Callable[[Tensor, Tensor], None]:
+    return lambda ids, labels: recorder.batch(sample_id=ids, label=labels, task=task)
 
 
 def queries(count: int) -> Tensor:

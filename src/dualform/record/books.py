@@ -287,8 +287,11 @@ class Books:
         """Write down an update by an ordinary pass."""
         self._ledger.held = None
         step.blocks += held.blocks(self._rows(held.batch, step))
+        room = held.room
         self._ledger.spent.update(watched.modules)
         self._write_factors(number, step, watched, settings, [])
+        if room is not None:  # always as much
+            room.nbytes = step.nbytes = room.nbytes or step.nbytes
 
     def _write_single(
         self, number: int, step: records.Step, watched: _Watched, settings: list[dict[str, float]]

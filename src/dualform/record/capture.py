@@ -7,12 +7,13 @@ arrived is looked at when the pass has ended, by a callback of autograd's engine
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
@@ -51,7 +52,7 @@ class Capture:
             if key:  # the ordinary case, in as few calls as can be
                 if output.requires_grad:
                     visit = ledger.forward(entry, args[0] if args else kwargs[key])
-                    output.register_hook(partial(ledger.backward, visit, 0))
+                    _hook(output, partial(ledger.backward, visit, 0))
                 return
             for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
                 found = None
@@ -84,3 +85,12 @@ class Capture:
                 hook = partial(self._ledger.counted, ledger)
                 self._handles.append(ledger.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         entry.watched = all(id(ledger.parameter) in self._hooked for ledger in entry.parameters)
+
+
+def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """As `tensor.register_hook`, without a handle: nobody removes it, and to make one takes longer than all the rest."""
+    if tensor._backward_hooks is not None or tensor.grad_fn is None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    tensor._backward_hooks = OrderedDict([(-1, hook)])  # handles are numbered from 0
+    tensor.grad_fn._register_hook_dict(tensor)

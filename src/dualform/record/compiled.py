@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
 from dualform.record.parameters import ParameterLedger
-from dualform.store.encoding import TORCH, Encoded, Pool, Stream
+from dualform.store.encoding import TORCH, Encoded, Part, Pool, Stream
 from dualform.store.records import Block
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
@@ -30,6 +30,9 @@ class Taking:
 
     weight: ParameterLedger
     bias: ParameterLedger | None
+    key_name: str
+    """Where the memory of the copies comes from (see Pool)."""
+    error_name: str
     keeps_errors: bool
     random: int = field(init=False)
     """Where R is in memory, column after column."""
@@ -60,7 +63,7 @@ class Slots:
 
     def added(self) -> list[tuple[ParameterLedger, Sums, float, int]]:
         """Weight and bias: what is added to the gradient, a bound on the sum of its absolute terms, and where that is in memory."""
-        weight, bias, outputs, begin = self.how.weight, self.how.bias, self.errors.shape[1], self.begin
+        weight, bias, outputs, begin = self.how.weight, self.how.bias, self.how.weight.rows, self.begin
         middle = begin + weight.columns * outputs
         end = middle + outputs
         _, scale, scale_of_bias = self.sums[end : end + 3].tolist()
@@ -78,7 +81,9 @@ class Room:
         self.copies: list[tuple[Encoded, Encoded | None, int]] = []
         """Of each call: keys, error signals, and where its sums begin."""
         self.blocks: list[Block] = []
-        """What the writer is told of it: made once, since it is done with them when the memory comes back."""
+        """What the writer is told of it, …"""
+        self.nbytes = 0
+        """… and the size of a step of nothing else: found once, since the writer is done with them when the memory comes back."""
         rest = iter(copies)
         for call in calls:
             weight, (count, d_in), d_out = call.how.weight, call.keys.shape, call.errors.shape[1]
@@ -94,12 +99,10 @@ class Room:
         """Tell the loop of some calls, and these of their memory."""
         told, at = self.told, 0
         for call, (key_copy, error_copy, begin) in zip(calls, self.copies, strict=True):
+            how = call.how
             call.key_copy, call.error_copy, call.begin = key_copy, error_copy, begin
             told[at + 4], told[at + 5] = call.keys.data_ptr(), call.errors.data_ptr()
-            told[at + 12], told[at + 13] = (
-                call.how.weight.look_at,
-                0 if call.how.bias is None else call.how.bias.look_at,
-            )
+            told[at + 12], told[at + 13] = how.weight.look_at, 0 if how.bias is None else how.bias.look_at
             at += FIELDS
 
 
@@ -110,13 +113,20 @@ class Taker:
         self._loops = kernels() if dtype != "float64" else None
         self._kind, self._pool, self._arena = TORCH[dtype], pool, Arena()
         self._last: tuple[Any, ...] = ()
-        """What was taken together the last time, under which name, …"""
-        self._name: object = object()
+        """What was taken the last time, all together."""
+        self._cut_for: tuple[Any, ...] = ()
+        self._parts: list[Part] = []
+        """Memory that is cut for what came together twice in a row."""
+        self._sums, self._sums_at = self._arena.take(0)
+        """Those of the last pass, if nobody keeps them."""
         self.room: Room | None = None
-        """… and the memory, if that was cut for all of it."""
+        """Where the last ones went, if that was cut for them."""
 
-    def take(self, calls: Sequence[Slots]) -> bool:
-        """Find what there is to know of each call's slots, and copy them; gives whether that could be done."""
+    def take(self, calls: Sequence[Slots], *, brief: bool = False) -> bool:
+        """Find what there is to know of each call's slots, and copy them; gives whether that could be done.
+
+        brief: sums are written over by the next ones that are brief.
+        """
         if self._loops is None:
             return False
         todo, alike = [], True
@@ -131,7 +141,9 @@ class Taker:
             return not calls
         told, size = self._rooms(todo, alike)
         threads = torch.get_num_threads()
-        sums, at = self._arena.take(size * threads)
+        sums, at = (self._sums, self._sums_at) if brief else self._arena.take(size * threads)
+        if len(sums) < size * threads:
+            sums, at = self._sums, self._sums_at = Arena().take(size * threads)
         odd = self._loops.slots(len(todo), told.buffer_info()[0], at, threads)
         for call in todo:
             call.sums, call.at, call.taken = sums, at + 8 * call.begin, True
@@ -139,32 +151,42 @@ class Taker:
             self._give_back_odd(todo, sums[:size])
         return not odd and len(todo) == len(calls)
 
+    def keep(self, calls: Sequence[Slots]) -> None:
+        """Somebody keeps the sums of brief ones."""
+        sums, at = self._arena.take(len(self._sums))
+        sums[:] = self._sums
+        for call in calls:
+            call.sums, call.at = sums, at + 8 * call.begin
+
     def _rooms(self, calls: list[Slots], alike: bool) -> tuple[array[int], int]:
         """Give calls their memory; gives what the loop is told, and how many sums there are.
 
         Those that come together again and again, as many slots of each, get memory that is cut for all of them.
         """
-        now = tuple([(call.how, call.named) for call in calls]) if alike else ()
-        if now and now == self._last:
-            room = self.room = self._room(self._name, calls)
-            room.tell(calls)
-            return room.told, room.size
-        self._pool.leave(self._name)
-        self._last, self._name, self.room = now, object(), None
+        count = calls[0].keys.size(0)
+        now = (count, *[(call.how, call.named) for call in calls]) if alike else ()
+        if now and now == self._last != self._cut_for:
+            self._pool.give(*[vectors for part in self._parts for vectors in part.vectors])
+            self._cut_for, self._parts = now, []
+        self._last, self.room = now, None
+        if now and now == self._cut_for:
+            if not self._parts:
+                self._parts = self._pool.take_slab(count, _streams(calls, self._kind))[::-1]
+            part = self._parts.pop()
+            if part.note is None:
+                part.note = Room(calls, part.vectors)
+            self.room = part.note
+            self.room.tell(calls)
+            return self.room.told, self.room.size
         told, size = array("q"), 0
         for call in calls:
-            room = self._room((call.how, call.named), [call])
+            count, streams = call.keys.size(0), _streams([call], self._kind)
+            names = call.how.key_name, call.how.error_name
+            room = Room([call], [self._pool.take(name, count, *one) for name, one in zip(names, streams, strict=False)])
             room.tell([call])
             call.begin = size
             told, size = told + room.told, size + room.size
         return told, size
-
-    def _room(self, name: Hashable, calls: list[Slots]) -> Room:
-        part = self._pool.take_together(name, calls[0].keys.size(0), lambda: _streams(calls, self._kind))
-        if part.note is None:
-            part.note = Room(calls, part.vectors)
-        room: Room = part.note
-        return room
 
     def _give_back_odd(self, calls: Sequence[Slots], sums: Sums) -> None:
         """Those with numbers that are not finite, or too large for float32, are left to the plain way."""
@@ -175,9 +197,7 @@ class Taker:
     def give_back(self, call: Slots) -> None:
         """Nobody will look at what was taken."""
         call.taken = False
-        for copy in (call.key_copy, call.error_copy):
-            if copy is not None:
-                self._pool.give(copy)
+        self._pool.give(call.key_copy, call.error_copy)
 
 
 def _streams(calls: Sequence[Slots], kind: torch.dtype) -> tuple[Stream, ...]:

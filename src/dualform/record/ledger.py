@@ -159,10 +159,13 @@ class LayerLedger:
         ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
         like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
         self.taking: Taking | None = None
-        """How its slots are taken by the compiled loop, if they can be."""
+        """How its slots are taken by the compiled loop, if they can be, …"""
+        self.slots: Slots | None = None
+        """… and those of an ordinary pass, of which only one is kept at a time."""
         if like_linear and weight.in_columns:
             bias = self.uses[1][1] if len(self.uses) > 1 else None
-            self.taking = Taking(weight, bias, store_as.keeps_errors)
+            self.taking = Taking(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
+            self.slots = Slots(NOTHING.data, NOTHING.data, self.taking)
 
     def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
@@ -470,21 +473,22 @@ class Ledger:
             return False
         calls, reached, batch = [], 0, self.batch
         for visit, errors in ended.arrived.items():
-            module, slots = visit.module, self._ordinary(visit, errors[0])
-            if slots is None or visit.batch is not batch or module.seen_in == task:
-                return False
-            if self._apart and module.pending():
-                return False
+            module = visit.module
+            if visit.batch is not batch or module.seen_in == task or (self._apart and module.pending()):
+                break
+            slots = self._ordinary(visit, errors[0])
+            if slots is None:
+                break
             module.seen_in = task
             reached += len(module.parameters)
             calls.append((module.layers[0], visit, slots))
-        if batch is None or not calls or reached != len(ended.counted):
-            return False
-        slots_of = [slots for _, _, slots in calls]
-        if not self._taker.take(slots_of):
-            for slots in slots_of:
-                if slots.taken:
-                    self._taker.give_back(slots)
+        whole = batch is not None and calls and len(calls) == len(ended.arrived) and reached == len(ended.counted)
+        taken = whole and self._taker.take([slots for _, _, slots in calls], brief=True)
+        for _, _, slots in calls:
+            slots.keys = slots.errors = NOTHING.data  # they are copied: what they were need not be kept
+            if slots.taken and not taken:
+                self._taker.give_back(slots)
+        if batch is None or not taken:
             return False
         self.held, self._arrived_bytes = Held(task, batch, calls, self._taker.room), 0
         return True
@@ -494,6 +498,7 @@ class Ledger:
         held, self.held = self.held, None
         if held is not None:
             self._apart = True
+            self._taker.keep([slots for _, _, slots in held.calls])
             for layer, visit, slots in held.calls:
                 for parameter in visit.module.parameters:
                     parameter.link(held.task).counted = True
@@ -505,7 +510,10 @@ class Ledger:
         if visit.slots is not None or error is None or batch is None or key.dim() != 2 or key.size(0) != batch.rows:
             return None
         layer = visit.module.layers[0]
-        return None if layer.taking is None else Slots(key, error, layer.taking, layer.may_repeat(visit))
+        slots = layer.slots
+        if slots is not None:
+            slots.keys, slots.errors, slots.named, slots.taken = key, error, layer.may_repeat(visit), False
+        return slots
 
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -161,35 +161,28 @@ class Pool:
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
         self._free: dict[tuple[int, tuple[Stream, ...]], list[Slab]] = defaultdict(list)
-        self._filling: dict[Hashable, Slab] = {}
+        self._filling: dict[str, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
         self._lock = threading.Lock()
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, count: int, width: int, dtype: torch.dtype, *, named: bool = False) -> Encoded:
+    def take(self, name: str, count: int, width: int, dtype: torch.dtype, named: bool = False) -> Encoded:
         """Room for some vectors (count, width), with any content. named: and for their names."""
         wanted = (Stream(width, dtype, named),)
         with self._lock:
             slab = self._filling.get(name)
             if slab is None or slab.used + count > slab.rows or slab.streams != wanted:
-                slab = self._next(name, slab, count, wanted)
+                if slab is not None and not slab.out:
+                    self._keep(slab)
+                slab = self._filling[name] = self._slab(count, wanted)
             return slab.taken(count).vectors[0]
 
-    def take_together(self, name: Hashable, count: int, streams: Callable[[], tuple[Stream, ...]]) -> Part:
-        """Room for as many vectors of several streams, always the same under a name."""
+    def take_slab(self, count: int, streams: tuple[Stream, ...]) -> list[Part]:
+        """Room for as many vectors of several streams, again and again: all parts of a slab."""
         with self._lock:
-            slab = self._filling.get(name)
-            if slab is None or slab.used + count > slab.rows:
-                slab = self._next(name, slab, count, streams() if slab is None else slab.streams)
-            return slab.taken(count)
-
-    def leave(self, name: Hashable) -> None:
-        """Nothing more is taken under a name for now."""
-        with self._lock:
-            slab = self._filling.pop(name, None)
-            if slab is not None and not slab.out:
-                self._keep(slab)
+            slab = self._slab(count, streams)
+            return [slab.taken(count) for _ in range(slab.rows // max(count, 1))]
 
     def like(self, wanted: Wanted, dtype: torch.dtype) -> Encoded:
         """Room for what is wanted."""
@@ -218,21 +211,16 @@ class Pool:
                     if not slab.out and not any(slab is other for other in self._filling.values()):
                         self._keep(slab)
 
-    def _next(self, name: Hashable, before: Slab | None, count: int, streams: tuple[Stream, ...]) -> Slab:
-        """The next slab that is filled under a name."""
-        if before is not None and not before.out:
-            self._keep(before)
+    def _slab(self, count: int, streams: tuple[Stream, ...]) -> Slab:
         # Small layers get small slabs: a large network has hundreds of them
         width = sum(stream.width * stream.dtype.itemsize for stream in streams)
         fitting = min(len(streams), STREAMS) * self._slab_bytes // max(1, width)
         rows = max(count, min(fitting, BLOCKS * count))
         free = self._free[rows, streams]
-        if free:
-            slab = free.pop()
-            self._bytes -= slab.nbytes
-        else:
-            slab = Slab(rows, streams)
-        self._filling[name] = slab
+        if not free:
+            return Slab(rows, streams)
+        slab = free.pop()
+        self._bytes -= slab.nbytes
         return slab
 
     def _keep(self, slab: Slab) -> None:

@@ -87,6 +87,10 @@ class Step:
         """How much memory it holds, roughly; to be asked once it is finished."""
         return self._nbytes or self._count()
 
+    @nbytes.setter
+    def nbytes(self, known: int) -> None:
+        self._nbytes = known
+
     def _count(self) -> int:
         count = 256 * (len(self.blocks) + 1)
         for block in self.blocks:
