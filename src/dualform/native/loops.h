@@ -11,6 +11,7 @@
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 /* The loader picks what the processor can do: the library may be built on one machine and run on another */
 #define LOOP __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) static
+#define BY_PROCESSOR 1
 #else
 #define LOOP static
 #endif
@@ -30,6 +31,28 @@ LOOP float dot(const float *restrict x, const float *restrict y, int64_t n) {
     first += second;
     for (int j = 0; j < LANES; j++) sum += first[j];
     return sum;
+}
+
+/* x · x and x · y in one walk. */
+LOOP void dots(const float *restrict x, const float *restrict y, int64_t n, float *own, float *both) {
+    Lanes square = {0}, product = {0};
+    float rest = 0, other = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const Lanes a = *(const Lanes *)(x + i);
+        square += a * a;
+        product += a * *(const Lanes *)(y + i);
+    }
+    for (; i < n; i++) {
+        rest += x[i] * x[i];
+        other += x[i] * y[i];
+    }
+    for (int j = 0; j < LANES; j++) {
+        rest += square[j];
+        other += product[j];
+    }
+    *own = rest;
+    *both = other;
 }
 
 /* Work on some things, from low to high; part: the number of the thread. */

@@ -1,5 +1,8 @@
 /* Recording: the slots of a backward pass, and looks at gradients and weights. */
 #include "names.h"
+#ifdef BY_PROCESSOR
+#include <immintrin.h>
+#endif
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
@@ -24,21 +27,47 @@ LOOP float largest(const float *restrict x, int64_t n) {
     return found;
 }
 
-LOOP void halves(const float *restrict x, float scale, uint16_t *restrict out, int64_t n) {
+LOOP void plain_halves(const float *restrict x, float scale, uint16_t *restrict out, int64_t n) {
     for (int64_t i = 0; i < n; i++) out[i] = half(x[i] * scale);
 }
 
-/* sum[o] += Σ_i factor[i] x[i][o] over TILE vectors, or the fewer that there are. */
-LOOP void add(const float *restrict x, const float *restrict factor, int64_t rows, double *restrict sum, int64_t n) {
+#ifdef BY_PROCESSOR
+/* The same by an instruction, where there is one; gives how many it has done. */
+__attribute__((target("avx,f16c"))) static int64_t halves_at_once(const float *x, float scale, uint16_t *out, int64_t n) {
+    const __m256 by = _mm256_set1_ps(scale);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(x + i), by), _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+#endif
+
+static void halves(const float *x, float scale, uint16_t *out, int64_t n) {
+    int64_t done = 0;
+#ifdef BY_PROCESSOR
+    if (__builtin_cpu_supports("avx2")) done = halves_at_once(x, scale, out, n);
+#endif
+    if (done < n) plain_halves(x + done, scale, out + done, n - done);
+}
+
+/* sum[o] += Σ_i factor[i] x[i][o] and plain[o] += Σ_i x[i][o] over TILE vectors, or the fewer that there are. */
+LOOP void add(const float *restrict x, const float *restrict factor, int64_t rows, double *restrict sum, double *restrict plain, int64_t n) {
     if (rows == TILE)
         for (int64_t o = 0; o < n; o++) {
-            float here = 0;
-            for (int i = 0; i < TILE; i++) here += factor[i] * x[i * n + o];
+            float here = 0, as_it_is = 0;
+            for (int i = 0; i < TILE; i++) {
+                here += factor[i] * x[i * n + o];
+                as_it_is += x[i * n + o];
+            }
             sum[o] += here;
+            plain[o] += as_it_is;
         }
     else
         for (int64_t i = 0; i < rows; i++)
-            for (int64_t o = 0; o < n; o++) sum[o] += factor[i] * x[i * n + o];
+            for (int64_t o = 0; o < n; o++) {
+                sum[o] += factor[i] * x[i * n + o];
+                plain[o] += x[i * n + o];
+            }
 }
 
 /* The same for a layer of few outputs, whose sums lie so many places apart. */
@@ -113,9 +142,12 @@ static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) 
     for (int64_t low = first; low < end; low += TILE) {
         const int64_t rows = end - low < TILE ? end - low : TILE;
         const float *some = s->errors + low * d_out;
+        float seen[TILE];
         for (int64_t i = 0; i < rows; i++) {
             const float *key = s->keys + (low + i) * d_in, *error = some + i * d_out;
-            const float key_square = dot(key, key, d_in), error_square = dot(error, error, d_out);
+            const float error_square = dot(error, error, d_out);
+            float key_square;
+            dots(key, s->random, d_in, &key_square, seen + i);
             squares[0] += error_square;
             squares[2] += key_square;
             if (!(key_square <= FLT_MAX && error_square <= FLT_MAX)) {
@@ -132,17 +164,16 @@ static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) 
                       s->error_exponents ? s->error_exponents + low + i : NULL);
         }
         for (int64_t column = 0; column < k; column++) {
-            float seen[TILE];
             for (int64_t i = 0; i < rows; i++) {
-                seen[i] = dot(s->keys + (low + i) * d_in, s->random + column * d_in, d_in);
+                if (column) seen[i] = dot(s->keys + (low + i) * d_in, s->random + column * d_in, d_in);
                 squares[1] += (double)seen[i] * seen[i];
             }
             if (k == 1)
-                add(some, seen, rows, sums, d_out);
+                add(some, seen, rows, sums, sums + d_out, d_out);
             else
                 add_apart(some, seen, rows, sums + column, k, d_out);
         }
-        add(some, ones, rows, sums + k * d_out, d_out);
+        if (k > 1) add_apart(some, ones, rows, sums + k * d_out, 1, d_out);
     }
 }
 
