@@ -17,8 +17,8 @@ SCORES = st.lists(st.sampled_from([-torch.inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1
 def test_the_highest_of_each_group(scores, groups, k):
     codes = (torch.arange(len(scores)) * 7 % 5 % groups).int()
     found = highest(torch.tensor([scores], dtype=torch.float32), codes if groups > 1 else None, groups, k)
-    assert found.places.shape == (groups, k)
-    for group, (places, count) in enumerate(zip(found.places, found.counts, strict=True)):
+    assert found.ordered().shape == (groups, k)
+    for group, (places, count) in enumerate(zip(found.ordered(), found.counts, strict=True)):
         mine = torch.nonzero(codes == group)[:, 0]
         expected = ranking.top([scores[place] for place in mine], k)
         assert places[:count].tolist() == mine[expected].tolist()
@@ -36,7 +36,7 @@ def test_many_scores_and_few_are_wanted(threads, k):
     codes[:90_000][codes[:90_000] == 1] = 0  # one of them is found by the last thread alone
     for some in (scores, scores.sort().values, scores.round(decimals=1)):
         found = highest(some, codes, 2, k)
-        for group, (places, count) in enumerate(zip(found.places, found.counts, strict=True)):
+        for group, (places, count) in enumerate(zip(found.ordered(), found.counts, strict=True)):
             mine = torch.nonzero(codes == group)[:, 0]
             assert places[:count].equal(mine[some[0, mine].sort(descending=True, stable=True).indices[:k]])
 
@@ -56,7 +56,7 @@ def test_many_bounds_that_reach(threads):
 def test_what_is_no_number_comes_first_as_when_sorted():
     scores = torch.tensor([[1.0, torch.inf, -torch.nan, 0.0, torch.nan]])
     assert (
-        highest(scores, None, 1, 3).places[0].tolist()
+        highest(scores, None, 1, 3).ordered()[0].tolist()
         == scores.sort(descending=True, stable=True).indices[0, :3].tolist()
     )
 
@@ -91,4 +91,4 @@ def test_a_sample_that_misleads(threads):
     scores = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(3))
     scores[:, ::16] += 20
     found = highest(scores, None, 1, 8000)
-    assert found.places[0].equal(scores[0].sort(descending=True, stable=True).indices[:8000])
+    assert found.ordered()[0].equal(scores[0].sort(descending=True, stable=True).indices[:8000])

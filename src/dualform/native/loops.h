@@ -19,6 +19,16 @@
 enum { LANES = 16 };
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
+/* Σ x, by halves: one number after the other, each would wait for the one before. */
+static inline __attribute__((always_inline)) float total(Lanes x) {
+    typedef float Half __attribute__((vector_size(2 * LANES)));
+    typedef float Quarter __attribute__((vector_size(LANES)));
+    const union { Lanes all; Half halves[2]; } whole = {x};
+    const union { Half all; Quarter halves[2]; } half = {whole.halves[0] + whole.halves[1]};
+    const Quarter rest = half.halves[0] + half.halves[1];
+    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+}
+
 LOOP float dot(const float *restrict x, const float *restrict y, int64_t n) {
     Lanes first = {0}, second = {0};
     float sum = 0;
@@ -28,9 +38,7 @@ LOOP float dot(const float *restrict x, const float *restrict y, int64_t n) {
         second += *(const Lanes *)(x + i + LANES) * *(const Lanes *)(y + i + LANES);
     }
     for (; i < n; i++) sum += x[i] * y[i];
-    first += second;
-    for (int j = 0; j < LANES; j++) sum += first[j];
-    return sum;
+    return sum + total(first + second);
 }
 
 /* x · x and x · y in one walk. */
@@ -47,12 +55,8 @@ LOOP void dots(const float *restrict x, const float *restrict y, int64_t n, floa
         rest += x[i] * x[i];
         other += x[i] * y[i];
     }
-    for (int j = 0; j < LANES; j++) {
-        rest += square[j];
-        other += product[j];
-    }
-    *own = rest;
-    *both = other;
+    *own = rest + total(square);
+    *both = other + total(product);
 }
 
 /* Work on some things, from low to high; part: the number of the thread. */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,33 @@ LAST = 2**32 - 1
 class Highest(NamedTuple):
     """The highest scores of each group."""
 
-    places: Tensor
-    """(groups, k), best first, ties to the lower place; of a group that has fewer, the last are −1."""
+    standings: np.ndarray[Any, np.dtype[np.uint64]]
+    """(groups, k), in any order; of a group that has fewer, the last are 0."""
     counts: list[int]
     """How many there are of each group."""
 
+    def ordered(self) -> Tensor:
+        """Their places, (groups, k), best first, ties to the lower place; of a group that has fewer, the last are −1."""
+        return torch.from_numpy(self._places(np.sort(self.standings, 1)[:, ::-1]))
+
+    def ascending(self) -> Tensor:
+        """The places of all of them, ascending."""
+        found = np.sort(self._places(self.standings), None)
+        return torch.from_numpy(found[np.searchsorted(found, 0) :])
+
+    def last(self) -> Tensor:
+        """The places of the k-th best of each group, (groups,); −1: it has fewer."""
+        return torch.from_numpy(self._places(self.standings.min(1)))
+
+    def _places(self, standings: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        places: np.ndarray[Any, np.dtype[np.int64]] = LAST - (standings & LAST).astype(np.int64)
+        if min(self.counts, default=0) < self.standings.shape[1]:
+            places[standings == 0] = -1
+        return places
+
 
 def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highest | None:
-    """The places of the k highest scores in each group; None: find them in another way.
+    """The k highest scores in each group; None: find them in another way.
 
     scores: (1, n); codes: (n,) numbers of groups (int32), None if there is one.
     """
@@ -33,17 +52,14 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highes
     if loops is None or not _fit(scores, codes) or not 0 < k * groups <= HELD or n > LAST:
         return None
     threads = torch.get_num_threads()
-    held, counts = np.zeros((threads, groups, 2 * k), np.uint64), np.empty((threads, groups), np.int64)
+    held, counts = np.empty((threads, groups, 2 * k), np.uint64), np.empty((threads, groups), np.int64)
     least = np.empty((threads, groups), np.float32)
     rooms = (held.ctypes.data, counts.ctypes.data, least.ctypes.data)
     loops.highest(n, groups, k, scores.data_ptr(), None if codes is None else codes.data_ptr(), *rooms, threads)
     best, found = held[0, :, :k], counts[0].tolist()
-    best.sort(axis=1)
-    places = LAST - (best[:, ::-1] & LAST).astype(np.int64)
     for group, count in enumerate(found):
-        if count < k:
-            places[group, count:] = -1
-    return Highest(torch.from_numpy(places), found)
+        best[group, count:] = 0  # no score stands there: the last place of all is none
+    return Highest(best, found)
 
 
 def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | None:

@@ -109,7 +109,8 @@ class Wanted:
             bests = self.nothing(len(scores), scores.dtype)
             self._add(bests, self.members.grouped(places), ranked, numbers, scores)
             return bests
-        ordered = [one[found.places] for one in (ranked[0], scores[0], numbers)]
+        order = found.ordered().numpy()
+        ordered = [torch.from_numpy(one.numpy().take(order)) for one in (ranked[0], scores[0], numbers)]
         return [
             Best.holding(self.k, *(one[group : group + 1, :count] for one in ordered))
             for group, count in enumerate(found.counts)
@@ -133,8 +134,9 @@ class Wanted:
         ranked = ranked_by(scores, self.way)
         found = self._highest(ranked, places, self.k)
         if found is not None:
-            best = ranked[0][found.places].masked_fill_(found.places < 0, -torch.inf)
-            return self.kth(best, places[found.places])[None]
+            order = found.last()[:, None] if self.members.visits is None else found.ordered()
+            best = ranked[0][order].masked_fill_(order < 0, -torch.inf)
+            return (best[:, 0] if self.members.visits is None else self.kth(best, places[order]))[None]
         least = []
         for mine in self.members.grouped(places):
             some, order = ranked.index_select(1, mine).topk(min(self.k, len(mine)), dim=1)
@@ -178,9 +180,7 @@ class Wanted:
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
         chosen = self._highest(guess, places, count)
         if chosen is not None:
-            marked = np.zeros(guess.shape[1] + 1, bool)  # those of small groups are −1: the last
-            marked[chosen.places.numpy().reshape(-1)] = True
-            return torch.from_numpy(np.flatnonzero(marked[:-1]))
+            return chosen.ascending()
         found = [torch.zeros(0, dtype=torch.int64)]
         for mine in self.members.by_group if isinstance(places, slice) else self.members.grouped(places):
             rest = len(mine) - count
@@ -204,7 +204,7 @@ class Wanted:
 
 
 def _apart(found: Highest) -> list[Tensor]:
-    return [places[:count] for places, count in zip(found.places, found.counts, strict=True)]
+    return [places[:count] for places, count in zip(found.ordered(), found.counts, strict=True)]
 
 
 def best_of(bounds: Bounds, queries: int, wanted: Wanted, dtype: torch.dtype) -> list[Best] | None:
@@ -291,22 +291,25 @@ def spread(bests: Sequence[Best], slots_of: Callable[[Tensor], tuple[Tensor, Ten
     slots_of: keys (n,) → how many slots each has, and all these slots, one key's after the other's, ascending. The k best slots
     are always slots of the k best keys.
     """
-    counts, slots = slots_of(torch.cat([best.numbers.reshape(-1) for best in bests]))
+    counted, numbers = slots_of(torch.cat([best.numbers.reshape(-1) for best in bests]))
+    counts, slots = counted.numpy(), numbers.numpy()  # a few thousand: NumPy takes less time for them
     scores, values = (
-        torch.cat([getattr(best, name).reshape(-1) for best in bests]).repeat_interleave(counts)
+        np.repeat(torch.cat([getattr(best, name).reshape(-1) for best in bests]).numpy(), counts)
         for name in ("scores", "values")
     )
-    shapes = [best.numbers.shape for best in bests]
-    lines = torch.tensor([width for n, width in shapes for _ in range(n)], dtype=torch.int64)
-    owner = torch.arange(len(lines)).repeat_interleave(lines).repeat_interleave(counts)
+    lines = np.array([width for n, width in (best.numbers.shape for best in bests) for _ in range(n)], np.int64)
+    owner = np.repeat(np.repeat(np.arange(len(lines)), lines), counts)
     # Best keys stand in their order: only the slots of keys with equal scores are still to be mixed
-    worse = torch.ones(len(owner), dtype=torch.int64)
+    worse = np.ones(len(owner), np.int64)
     worse[1:] = (owner[1:] != owner[:-1]) | (scores[1:] != scores[:-1])
-    order = (worse.cumsum(0) * (int(slots.max()) + 1 if len(slots) else 1) + slots).argsort(stable=True)
-    order = order[torch.arange(len(owner)) - torch.searchsorted(owner, owner) < k]
-    kept = torch.bincount(owner[order], minlength=len(lines)).reshape(len(bests), -1)
-    found, ends = [], kept.sum(1).cumsum(0).tolist()
-    for best, many, end in zip(bests, kept, ends, strict=True):
-        here = order[end - int(many.sum()) : end].reshape(len(many), int(many.max()) if len(many) else 0)
-        found.append(best.replaced(scores[here], values[here], slots[here]))
+    order = np.argsort(worse.cumsum() * (int(slots.max()) + 1 if len(slots) else 1) + slots, kind="stable")
+    begins = np.searchsorted(owner, np.arange(len(lines)))
+    order = order[np.arange(len(owner)) - begins[owner] < k]
+    kept = np.bincount(owner[order], minlength=len(lines)).reshape(len(bests), -1)
+    ordered = [torch.from_numpy(one[order]) for one in (scores, values, slots)]
+    found, end = [], 0
+    for best, many in zip(bests, kept.tolist(), strict=True):
+        first, end = end, end + sum(many)
+        shape = len(many), max(many, default=0)
+        found.append(best.replaced(*(one[first:end].reshape(shape) for one in ordered)))
     return found

@@ -19,7 +19,9 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
     starts, size, blocks = remembered(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
     block = np.minimum(slots // size, len(starts) - 1) if size else np.searchsorted(starts, slots, side="right") - 1
     step, backward, call, first_row, _, positions = blocks.take(block, axis=1)
-    within, position = np.divmod(slots - starts[block], positions)
+    within, position = slots - starts[block], np.zeros_like(slots)
+    if positions.size and positions.max() > 1:
+        within, position = np.divmod(within, positions)
     row = first_row + within
     table = store.row_table(row, position, positions, columns)
     address = {"slot": slots, "step": step, "backward": backward, "call": call, "row": row, "slot_position": position}
