@@ -9,8 +9,8 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
 enum { PASSED = 4096 }; /* so many scores are compared with what is needed at a time */
-enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high */
-enum { AHEAD = 2 }; /* so many vectors before it is needed, the processor is told of one */
+enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high: as many in a row, which lie in one line of memory */
+enum { AHEAD = 2, BYTES_AHEAD = 4096 }; /* so many vectors before it is needed, and so many bytes, the processor is told of one */
 
 /* sums += LANES stored numbers × scale × y */
 static inline __attribute__((always_inline)) void add_product(Lanes *sums, const uint16_t *x, float scale, const float *y,
@@ -83,9 +83,10 @@ typedef struct {
 static void some_picked(void *what, int64_t low, int64_t high, int part) {
     Picked *p = what;
     const int64_t n = p->n, d = p->d, bytes = d * (p->kind == FLOAT32 ? 4 : 2), *numbers = p->numbers, *ends = p->ends;
+    const int64_t ahead = bytes * AHEAD < BYTES_AHEAD ? BYTES_AHEAD / (bytes ? bytes : 1) : AHEAD;
     (void)part;
     for (int64_t i = low, table = 0; i < high; i++) {
-        const int64_t number = numbers[i], soon = i + AHEAD < n ? numbers[i + AHEAD] : number;
+        const int64_t number = numbers[i], soon = i + ahead < n ? numbers[i + ahead] : number;
         if (number < 0 || !p->t || number >= ends[p->t - 1]) {
             p->missing = 1;
             return;
@@ -146,6 +147,9 @@ static void to_the_front(uint64_t *x, int64_t n, int64_t k) {
     }
 }
 
+/* Of eight bytes that are 0 or 1, the first that is 1 (where the lowest comes first, as everywhere by now). */
+static inline int64_t first_of(uint64_t eight) { return __builtin_ctzll(eight) / 8; }
+
 /* out (n): whether a number is not below what its group needs */
 LOOP void compare(int64_t n, const float *restrict bound, const int32_t *codes, const float *least, char *restrict out) {
     if (codes)
@@ -179,13 +183,14 @@ static inline void offer(const Highest *h, int64_t i, uint64_t *held, int64_t *c
     }
 }
 
-/* Of every stride-th score from low to high. least: what there is no need to look below. Of all scores, most are passed over eight
+/* Of one score in every stride, from low to high. least: what there is no need to look below. Of all scores, most are passed over eight
    at a time. */
 static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, int64_t *counts, float *least) {
     char high_enough[PASSED];
     uint64_t eight;
     if (h->stride > 1)
-        for (int64_t i = low; i < high; i += h->stride) offer(h, i, held, counts, least);
+        for (int64_t i = low; i < high; i += h->stride * SAMPLED)
+            for (int64_t j = i; j < i + SAMPLED && j < high; j++) offer(h, j, held, counts, least);
     else
         for (int64_t i = low; i < high; i += PASSED) {
             const int64_t some = high - i < PASSED ? high - i : PASSED;
@@ -193,9 +198,7 @@ static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, in
             memset(high_enough + some, 0, (size_t)(PASSED - some));
             for (int64_t j = 0; j < some; j += 8) {
                 memcpy(&eight, high_enough + j, 8);
-                if (eight)
-                    for (int64_t m = j; m < j + 8; m++)
-                        if (high_enough[m]) offer(h, i + m, held, counts, least);
+                for (; eight; eight &= eight - 1) offer(h, i + j + first_of(eight), held, counts, least);
             }
         }
     for (int64_t group = 0; group < h->groups; group++)
@@ -230,8 +233,8 @@ static int guess_least(const Highest *all, int64_t n) {
 void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const int32_t *codes, uint64_t *held, int64_t *counts,
              float *least, int64_t threads) {
     Highest all = {groups, k, 1, scores, codes, held, counts, least};
-    const int64_t parts = n < WORTH ? 1 : threads;
-    for (int guessed = n >= WORTH && guess_least(&all, n);; guessed = 0) {
+    const int64_t parts = n < WORTH / 4 ? 1 : threads;
+    for (int guessed = n >= WORTH / 4 && guess_least(&all, n);; guessed = 0) {
         for (int64_t i = 0; i < groups * parts; i++) least[i] = guessed ? least[i % groups] : -INFINITY;
         memset(counts, 0, sizeof *counts * (size_t)(groups * parts));
         in_parts(some_highest, &all, n, parts);
@@ -266,4 +269,16 @@ static void some_reaching(void *what, int64_t low, int64_t high, int part) {
 void reaching(int64_t n, const float *bound, const int32_t *codes, const float *least, char *out, int64_t threads) {
     Reaching all = {bound, least, codes, out};
     in_parts(some_reaching, &all, n, n < WORTH ? 1 : threads);
+}
+
+/* The places of the marks that are 1 and not 0, ascending; gives how many there are. out has room for all of them. */
+int64_t marked(int64_t n, const char *marks, int64_t *out) {
+    int64_t count = 0, i = 0;
+    for (uint64_t eight; i + 8 <= n; i += 8) {
+        memcpy(&eight, marks + i, 8);
+        for (; eight; eight &= eight - 1) out[count++] = i + first_of(eight);
+    }
+    for (; i < n; i++)
+        if (marks[i]) out[count++] = i;
+    return count;
 }

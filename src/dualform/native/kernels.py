@@ -24,6 +24,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
     "reaching": (ctypes.CDLL, [COUNT] + [POINTER] * 4 + [COUNT], None),
+    "marked": (ctypes.CDLL, [COUNT] + [POINTER] * 2, COUNT),
     "named": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3, None),
     "numbered": (ctypes.CDLL, [COUNT] + [POINTER] * 2 + [COUNT] * 3 + [POINTER] * 2, COUNT),
     "moved": (ctypes.CDLL, [POINTER, COUNT, POINTER, COUNT], None),

@@ -27,10 +27,11 @@ class Highest(NamedTuple):
         """Their places, (groups, k), best first, ties to the lower place; of a group that has fewer, the last are −1."""
         return torch.from_numpy(self._places(np.sort(self.standings, 1)[:, ::-1]))
 
-    def ascending(self) -> Tensor:
-        """The places of all of them, ascending."""
-        found = np.sort(self._places(self.standings), None)
-        return torch.from_numpy(found[np.searchsorted(found, 0) :])
+    def ascending(self, n: int) -> Tensor:
+        """The places of all of them, ascending, of n that there are."""
+        marks = np.zeros(n + 1, bool)  # −1 is the last, which is none
+        marks[self._places(self.standings)] = True
+        return marked(marks[:-1])
 
     def last(self) -> Tensor:
         """The places of the k-th best of each group, (groups,); −1: it has fewer."""
@@ -70,6 +71,15 @@ def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | Non
     places = (bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr(), out.data_ptr())
     loops.reaching(len(out), *places, torch.get_num_threads())
     return out
+
+
+def marked(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> Tensor:
+    """The places of marks (n,), ascending."""
+    loops = kernels()
+    if loops is None or not marks.flags.c_contiguous:
+        return torch.from_numpy(np.flatnonzero(marks))
+    out = np.empty(len(marks), np.int64)
+    return torch.from_numpy(out[: loops.marked(len(marks), marks.ctypes.data, out.ctypes.data)])
 
 
 def _fit(scores: Tensor, codes: Tensor | None) -> bool:

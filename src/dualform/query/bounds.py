@@ -87,7 +87,8 @@ class Seen:
         """Their products as far as they are seen, (queries, slots), and the rests of both."""
         fine = fine and self._finer
         own, known, here = self.own(fine=fine), self._known(fine), self._chosen(places)
-        rests, near = (own.rest[queries], known.seen.rest[here]), known.seen.near
+        rest, near = known.seen.rest, known.seen.near
+        rests = own.rest[queries], rest[here] if isinstance(here, slice) else rest.index_select(0, here)
         found = known.picked.dots(own.near[queries], here) if isinstance(here, Tensor) else None
         if found is not None:
             return found, *rests

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dualform.native.ranked import Highest, highest, reaching
+from dualform.native.ranked import Highest, highest, marked, reaching
 from dualform.query.ranking import Best, Way, ranked_by
 
 Places = Tensor | slice
@@ -145,8 +145,11 @@ class Wanted:
 
     def _highest(self, ranked: Tensor, places: Places, count: int) -> Highest | None:
         """The best of each group among some slots, if there is one query; None: to be found in another way."""
+        return highest(ranked, self._codes(places), self.members.groups, count)
+
+    def _codes(self, places: Places) -> Tensor | None:
         codes = self.members.codes
-        return highest(ranked, None if codes is None else codes[places], self.members.groups, count)
+        return None if codes is None else codes[places] if isinstance(places, slice) else codes.index_select(0, places)
 
     def kth(self, ranked: Tensor, places: Tensor) -> Tensor:
         """The score of the k-th best slot in each line, (lines,). ranked: (lines, n), best first; places: (lines, n)."""
@@ -180,7 +183,7 @@ class Wanted:
         count = int(AHEAD * self.k / self.members.typical_visits) + 1
         chosen = self._highest(guess, places, count)
         if chosen is not None:
-            return chosen.ascending()
+            return chosen.ascending(guess.shape[1])
         found = [torch.zeros(0, dtype=torch.int64)]
         for mine in self.members.by_group if isinstance(places, slice) else self.members.grouped(places):
             rest = len(mine) - count
@@ -195,7 +198,7 @@ class Wanted:
 
     def reach(self, bound: Tensor, places: Places, least: Tensor) -> Tensor:
         """Which of some slots may be among the best of any query, (n,)."""
-        codes = None if self.members.codes is None else self.members.codes[places]
+        codes = self._codes(places)
         found = reaching(bound, codes, least)
         if found is not None:
             return found
@@ -237,7 +240,7 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | Non
     least = wanted.least(looked, known)
     passed = wanted.reach(bound, everything, least)
     passed[looked] = False
-    places = _finer(bounds, queries, torch.from_numpy(np.flatnonzero(passed.numpy())), wanted, least)
+    places = _finer(bounds, queries, marked(passed.numpy()), wanted, least)
     if len(places) + len(looked) > DENSE * total:
         return None
     scores = torch.cat([known, bounds.exact(queries, places)], 1)
@@ -260,7 +263,7 @@ def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, d
     for low in range(0, len(long), size):
         places = long[low : low + size]
         _, bound = bounds.bound(queries, places)
-        passed.append(places[wanted.reach(bound, places, least)])
+        passed.append(places[marked(wanted.reach(bound, places, least).numpy())])
         waiting += len(passed[-1])
         if waiting >= ENOUGH or low + size >= len(long):
             near = _finer(bounds, queries, torch.cat(passed), wanted, least)
@@ -278,7 +281,7 @@ def _finer(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted, least
         return places
     passed, count = [places[:0]], 0
     for some in torch.split(places, max(1, FINE // min(4, queries.stop - queries.start))):
-        passed.append(some[wanted.reach(bounds.bound(queries, some, fine=True)[1], some, least)])
+        passed.append(some[marked(wanted.reach(bounds.bound(queries, some, fine=True)[1], some, least).numpy())])
         count += len(passed[-1])
         if count > DENSE * len(wanted.members.numbers):
             break
