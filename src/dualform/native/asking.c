@@ -10,7 +10,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
 enum { PASSED = 4096 }; /* so many scores are compared with what is needed at a time */
 enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high: as many in a row, which lie in one line of memory */
-enum { AHEAD = 2, BYTES_AHEAD = 4096 }; /* so many vectors before it is needed, and so many bytes, the processor is told of one */
+enum { AHEAD = 4, BYTES_AHEAD = 4096 }; /* so many vectors before it is needed, and so many bytes, the processor is told of one */
 
 /* sums += LANES stored numbers × scale × y */
 static inline __attribute__((always_inline)) void add_product(Lanes *sums, const uint16_t *x, float scale, const float *y,

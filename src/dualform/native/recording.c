@@ -283,6 +283,18 @@ LOOP void compare_sums(int64_t n, const double *restrict x, const double *restri
     }
 }
 
+/* ‖x − ratio y‖² */
+LOOP double apart(int64_t n, const double *restrict x, double ratio, const double *restrict y) {
+    enum { WIDE = 8 };
+    double own[WIDE] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + WIDE <= n; i += WIDE)
+        for (int j = 0; j < WIDE; j++) own[j] += (x[i + j] - ratio * y[i + j]) * (x[i + j] - ratio * y[i + j]);
+    for (; i < n; i++) sum += (x[i] - ratio * y[i]) * (x[i] - ratio * y[i]);
+    for (int j = 0; j < WIDE; j++) sum += own[j];
+    return sum;
+}
+
 /* How a single backward pass explains a gradient, as audit.explain has it: its factor, the residual, whether what remains is rounding,
    whether the factor means something. seen, added: the gradient and what the pass has added, through R. */
 static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[4]) {
@@ -304,10 +316,7 @@ static void explain(int64_t n, const double *seen, const double *added, double s
                 ratio = 0;
         }
     }
-    if (ratio != 1) {
-        rest = ratio == 0 ? square : 0;
-        for (int64_t i = 0; ratio != 0 && i < n; i++) rest += (seen[i] - ratio * added[i]) * (seen[i] - ratio * added[i]);
-    }
+    if (ratio != 1) rest = ratio == 0 ? square : apart(n, seen, ratio, added);
     const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
     verdict[0] = ratio;
     verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
@@ -363,24 +372,42 @@ typedef struct {
     double peak; /* how large it, or its step, has been lately */
 } Walk;
 
+/* One of them. sums: of step², weight² and weight × mixed. */
+LOOP void walk(int64_t n, double *restrict weight, double *restrict buffer, const double *restrict gradient, const double *restrict mixed,
+               const Walk *restrict w, double sums[3]) {
+    enum { WIDE = 8 };
+    const double sign = w->maximize != 0 ? -1 : 1, decay = w->weight_decay, lr = w->lr, momentum = w->momentum;
+    const int moves = momentum != 0, fresh = w->fresh != 0, nesterov = w->nesterov != 0;
+    /* the buffer is kept × the old one + new × the step; the weight goes by straight × the step + along × the buffer */
+    const double kept = fresh ? 0 : momentum, new = fresh ? 1 : 1 - w->dampening;
+    const double straight = !moves || nesterov, along = !moves ? 0 : nesterov ? momentum : 1;
+    double own[3][WIDE] = {{0}};
+    for (int64_t i = 0; i < n; i += WIDE) {
+        const int some = n - i < WIDE ? (int)(n - i) : WIDE;
+        for (int j = 0; j < some; j++) {
+            double step = sign * gradient[i + j] + decay * weight[i + j];
+            const double next = new * step + (fresh ? 0 : kept * buffer[i + j]);
+            buffer[i + j] = moves ? next : buffer[i + j];
+            step = lr * (straight * step + along * next);
+            const double here = weight[i + j] -= step;
+            own[0][j] += step * step;
+            own[1][j] += here * here;
+            own[2][j] += here * mixed[i + j];
+        }
+    }
+    for (int sum = 0; sum < 3; sum++) {
+        sums[sum] = 0;
+        for (int j = 0; j < WIDE; j++) sums[sum] += own[sum][j];
+    }
+}
+
 /* Each parameter after an update by SGD, as it must be to rounding; fingerprints (count) are mixed · weight of each. */
 void walked(int64_t count, Walk *walks, double *fingerprints) {
     for (Walk *w = walks; w < walks + count; w++) {
-        double size = 0, moved = 0, told = 0;
-        for (int64_t i = 0; i < w->n; i++) {
-            double step = (w->maximize != 0 ? -w->gradient[i] : w->gradient[i]) + w->weight_decay * w->weight[i];
-            if (w->momentum != 0) {
-                w->buffer[i] = w->fresh != 0 ? step : w->momentum * w->buffer[i] + (1 - w->dampening) * step;
-                step = w->nesterov != 0 ? step + w->momentum * w->buffer[i] : w->buffer[i];
-            }
-            step *= w->lr;
-            w->weight[i] -= step;
-            moved += step * step;
-            size += w->weight[i] * w->weight[i];
-            told += w->weight[i] * w->mixed[i];
-        }
-        w->peak = fmax(0.75 * w->peak, fmax(size, moved));
+        double sums[3];
+        walk(w->n, w->weight, w->buffer, w->gradient, w->mixed, w, sums);
+        w->peak = fmax(0.75 * w->peak, fmax(sums[1], sums[0]));
         *w->bound = w->slack * w->peak;
-        *fingerprints++ = told;
+        *fingerprints++ = sums[2];
     }
 }

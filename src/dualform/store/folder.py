@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import TextIO
 
@@ -34,15 +35,14 @@ def publish(folder: Path, manifest: Manifest) -> None:
 
 def write_table(path: Path, table: pl.DataFrame) -> File:
     """Write and flush a table."""
-    table.write_parquet(path, compression="zstd", statistics=False)
-    flush_file(path)
-    return File(path.stat().st_size, checksum(path.read_bytes()))
-
-
-def flush_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb") as file:
+    content = BytesIO()
+    table.write_parquet(content, compression="zstd", statistics=False)
+    data = content.getbuffer()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
+    return File(len(data), checksum(data))
 
 
 def flush_folder(path: Path) -> None:

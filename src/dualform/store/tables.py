@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,18 +69,18 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
     kept = [gradient is not None for update in updates for gradient in update.gradients]
     table = {
         "step": pl.Series([s.number for s in steps for u in s.updates for _ in u.parameters], dtype=pl.Int64),
-        "parameter": pl.Series([number for update in updates for number in update.parameters], dtype=pl.Int64),
+        "parameter": pl.Series(list(chain.from_iterable([u.parameters for u in updates])), dtype=pl.Int64),
         "optimizer": pl.Series([u.optimizer for u in updates for _ in u.parameters], dtype=pl.String),
-        "factors": _lists([factors for update in updates for factors in update.factors]),
-        "residual": pl.Series([residual for update in updates for residual in update.residuals], dtype=pl.Float64),
+        "factors": _lists(list(chain.from_iterable([u.factors for u in updates]))),
+        "residual": pl.Series(list(chain.from_iterable([u.residuals for u in updates])), dtype=pl.Float64),
         "after": pl.Series([s.after.get(n) for s in steps for u in s.updates for n in u.parameters], dtype=pl.Float64),
         "gradient_kept": pl.Series(kept, dtype=pl.Boolean),
     }
     alike = {id(update.settings): update.settings for update in updates}  # most of them are the same from step to step
     for name in sorted({name for settings in alike.values() for one in settings for name in one}):
         values = {known: [one.get(name) for one in settings] for known, settings in alike.items()}
-        column = [value for update in updates for value in values[id(update.settings)]]
-        table[name] = pl.Series(column, dtype=pl.Float64)
+        column = list(chain.from_iterable([values[id(update.settings)] for update in updates]))
+        table[name] = pl.Series(np.array(column) if None not in column else column, dtype=pl.Float64)
     return pl.DataFrame(table)
 
 
