@@ -197,8 +197,7 @@ def test_verdicts_are_those_of_the_plain_way(added: Looked, scale: float, gradie
             assert verdict is not None
             wanted = explain([link], looks.seen(place), roundoff)
             ordinary = ordinary and wanted.explained and wanted.determined and wanted.factors != [0.0]
-            factors, residuals = looks.factors()
-            found = factors[place], residuals[place]
+            found = tuple(looks.factors()[place].tolist())
             assert found == pytest.approx((wanted.factors[0], wanted.residual), abs=1e-7, nan_ok=True)
             assert (verdict.explained, verdict.determined) == (wanted.explained, wanted.determined)
             assert verdict.factors == pytest.approx(wanted.factors, rel=1e-14, nan_ok=True)

@@ -805,6 +805,31 @@ def test_resume_refuses_another_optimizer_state_where_it_is_known(path):
         dualform.record(model, optimizer, path, resume=True)
 
 
+def test_a_marked_step_keeps_its_factors(path):
+    """What was found of the gradients is written down, whatever is looked at between."""
+    model, factors = network(4, 8, 2), []
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path, on_unexplained="mark") as recorder:
+        for number, (ids, x, y) in enumerate(batches(6)):
+            if number == 3:
+                with torch.no_grad():
+                    model[0].weight.mul_(1.5)
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            factors.append(min(1.0, 0.1 / (float(norm) + 1e-6)))
+            optimizer.step()
+    dual = dualform.open(path, model)
+    assert list(dual.store.manifest.inexact) == ["0"]
+    updates = dual.store.updates
+    for number, factor in enumerate(factors):
+        found = updates.filter(pl.col("step") == number)["factors"].explode().to_list()
+        assert found == pytest.approx([factor] * 4, rel=1e-5), number
+        residuals = updates.filter(pl.col("step") == number)["residual"].to_list()
+        assert max(residuals) < 1e-4
+
+
 def _other_dictionary(optimizer, parameter):
     optimizer.state[parameter] = {"momentum_buffer": optimizer.state[parameter]["momentum_buffer"].clone()}
 

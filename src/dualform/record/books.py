@@ -12,6 +12,7 @@ from operator import is_
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -321,10 +322,12 @@ class Books:
         earlier: list[float],
     ) -> None:
         """Write down what was found for each parameter. earlier: the factors of passes before the one that was looked at."""
-        factors, residuals = watched.looks.factors()
-        listed = [[*earlier, factor] for factor in factors]
-        kept = watched.looks.vectors() if self._keep != "keys" else [None] * len(factors)  # a vector is seen as it is
-        step.updates.append(records.Update(self._kind(number), watched.numbers, settings, listed, residuals, kept))
+        found = watched.looks.factors()
+        factors, residuals = found[:, :1], found[:, 1]
+        if earlier:
+            factors = np.concatenate([np.tile(earlier, (len(found), 1)), factors], 1)
+        kept = watched.looks.vectors() if self._keep != "keys" else [None] * len(found)  # a vector is seen as it is
+        step.updates.append(records.Update(self._kind(number), watched.numbers, settings, factors, residuals, kept))
 
     def _write(self, number: int, step: records.Step, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""

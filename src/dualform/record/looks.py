@@ -16,6 +16,7 @@ from dualform.record.audit import Looked, Verdict
 from dualform.record.parameters import Link, ParameterLedger
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Sums = np.ndarray[Any, np.dtype[np.float64]]
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 ROOMS = 64
 """For so many updates there is room for gradients at a time."""
@@ -71,6 +72,7 @@ class Looks:
         self._settings: Sequence[Mapping[str, float]] | None = None
         """Those that the walks are told."""
         self._judged: list[list[float] | None] = []
+        self._verdicts = self._found[:0]
         self._looked: list[Looked | None] | None = None
 
     def _ways(self, sizes: Ints, starts: Ints, count: int) -> Ints:
@@ -112,16 +114,15 @@ class Looks:
         may_be_same, count = self._may_be_same(), len(where)
         self._kept = self._rooms.pop() if self._rooms else self._more_rooms()
         unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at, self._kept[1])
-        found = self._found.tolist()
+        found, self._verdicts = self._found.tolist(), self._found[:count].copy()
         self._judged = [*found[:count]]
         if links is not None:
             self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
         return not unusual, may_be_same and self._same(found[count:])
 
-    def factors(self) -> tuple[list[float], list[float]]:
-        """Of each gradient: the factor of its only pass, and the residual."""
-        known = [one for one in self._judged if one is not None]
-        return [one[0] for one in known], [one[1] for one in known]
+    def factors(self) -> Sums:
+        """Of each gradient: the factor of its only pass, and the residual, (parameters, 2)."""
+        return self._verdicts[:, :2]
 
     def vectors(self) -> list[Vector | None]:
         """The gradients of vectors, which are seen as they are; None for those of matrices."""

@@ -53,9 +53,9 @@ class Update:
     optimizer: str
     parameters: Sequence[int]
     settings: Sequence[dict[str, float]]
-    factors: Sequence[list[float]]
+    factors: Sequence[list[float]] | Array
     """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
-    residuals: Sequence[float]
+    residuals: Sequence[float] | Array
     """The part of the gradient that the slots do not explain, relative."""
     gradients: Sequence[Array | None]
     """The gradient itself, kept for biases."""

@@ -71,8 +71,8 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "step": pl.Series([s.number for s in steps for u in s.updates for _ in u.parameters], dtype=pl.Int64),
         "parameter": pl.Series(list(chain.from_iterable([u.parameters for u in updates])), dtype=pl.Int64),
         "optimizer": pl.Series([u.optimizer for u in updates for _ in u.parameters], dtype=pl.String),
-        "factors": _lists(list(chain.from_iterable([u.factors for u in updates]))),
-        "residual": pl.Series(list(chain.from_iterable([u.residuals for u in updates])), dtype=pl.Float64),
+        "factors": _lists([u.factors for u in updates]),
+        "residual": pl.Series(np.concatenate([np.zeros(0), *[u.residuals for u in updates]]), dtype=pl.Float64),
         "after": pl.Series([s.after.get(n) for s in steps for u in s.updates for n in u.parameters], dtype=pl.Float64),
         "gradient_kept": pl.Series(kept, dtype=pl.Boolean),
     }
@@ -84,7 +84,12 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame(table)
 
 
-def _lists(lists: Sequence[Sequence[float]]) -> pl.Series:
+def _lists(tables: Sequence[Sequence[list[float]] | Floats]) -> pl.Series:
+    """All lines of some tables, each a list."""
+    arrays = [one for one in tables if isinstance(one, np.ndarray)]
+    if arrays and len(arrays) == len(tables) and len({one.shape[1] for one in arrays}) == 1:  # the ordinary case
+        return pl.Series(np.concatenate(arrays)).cast(pl.List(pl.Float64))
+    lists = [list(line) for one in tables for line in one]
     if len({len(one) for one in lists}) == 1 and lists[0]:  # many times as fast as a series of lists
         return pl.Series(np.array(lists, dtype=np.float64)).cast(pl.List(pl.Float64))
     return pl.Series(lists, dtype=pl.List(pl.Float64))
