@@ -44,14 +44,14 @@ def _first(arguments: Arguments, name: str = "input") -> Tensor:
     return value
 
 
-def _plain(layers: Callable[[nn.Module, str, Naming], list[Layer]], key: str) -> Rule:
-    """The key is what came in, the error signal that of what came out."""
+def _plain(key: Tensor, output: Tensor) -> list[Watch]:
+    """There is a key, and the error signal is that of what came out."""
+    return [Watch([output], lambda errors: [Found("", key, None if errors is None else errors[0])], key)]
 
-    def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
-        came = _first(arguments, key)
-        return [Watch([output], lambda errors: [Found("", came, None if errors is None else errors[0])], came)]
 
-    return Rule(layers, watch, key=key)
+def _as_it_came(layers: Callable[[nn.Module, str, Naming], list[Layer]], key: str) -> Rule:
+    """The key is what came in, under this name."""
+    return Rule(layers, lambda module, arguments, output, begun: _plain(_first(arguments, key), output), key=key)
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
@@ -242,7 +242,7 @@ def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun
 _AFFINE = Rule(_affine, _watch_affine)
 _RECURRENT = Rule(_recurrent, _watch_recurrent, _begin_recurrent, recurrent.refusal)
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _plain(_linear, "input"),
+    nn.Linear: _as_it_came(_linear, "input"),
     nn.Embedding: Rule(_embedding, _watch_embedding, refusal=_embedding_refusal),
     nn.Conv1d: Rule(_convolution, _watch_convolution),
     nn.Conv2d: Rule(_convolution, _watch_convolution),
@@ -261,7 +261,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.GRUCell: _RECURRENT,
     nn.RNNCell: _RECURRENT,
 }
-_CONV1D_OF_TRANSFORMERS = _plain(_conv1d_of_transformers, "x")
+_CONV1D_OF_TRANSFORMERS = _as_it_came(_conv1d_of_transformers, "x")
 
 
 def rule_for(module: nn.Module) -> Rule | None:
