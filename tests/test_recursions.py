@@ -151,8 +151,8 @@ def test_every_optimizer_is_what_its_recursion_says(kind, data):
         optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
         gradient = torch.randn(3, 2, dtype=torch.float64, generator=generator)
         parameter.grad = gradient.clone()
-        shared, (own,) = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})])
-        numbers = {**shared, **own}
+        common, (own,) = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})])
+        numbers = {**common, **own}
         sign, decay, _ = outer(numbers)
         steps.append(how.linear(numbers, shared, sign * gradient + decay * weight))
         gradients.append(gradient)

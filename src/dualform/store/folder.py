@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import TextIO
 
@@ -35,13 +34,10 @@ def publish(folder: Path, manifest: Manifest) -> None:
 
 def write_table(path: Path, table: pl.DataFrame) -> File:
     """Write and flush a table."""
-    content = BytesIO()
-    table.write_parquet(content, compression="zstd", statistics=False)
-    data = content.getbuffer()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+    table.write_parquet(path, compression="zstd", statistics=False)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
+        data = file.read()
     return File(len(data), checksum(data))
 
 
