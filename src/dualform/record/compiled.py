@@ -76,8 +76,8 @@ class Slots:
 class Room:
     """Memory for the slots of some calls, and what the loop is told of it. Found again with the memory."""
 
-    def __init__(self, calls: Sequence[Slots], copies: Sequence[Encoded]):
-        self.told, self.size = array("q"), 0
+    def __init__(self, calls: Sequence[Slots], copies: Sequence[Encoded], cut_for: tuple[Any, ...] = ()):
+        self.told, self.size, self.cut_for = array("q"), 0, cut_for
         self.copies: list[tuple[Encoded, Encoded | None, int]] = []
         """Of each call: keys, error signals, and where its sums begin."""
         self.blocks: list[Block] = []
@@ -164,7 +164,7 @@ class Taker:
         Those that come together again and again, as many slots of each, get memory that is cut for all of them.
         """
         count = calls[0].keys.size(0)
-        now = (count, *[(call.how, call.named) for call in calls]) if alike else ()
+        now = (count, *[(call.how, call.named) for call in calls]) if alike and count else ()
         if now and now == self._last != self._cut_for:
             self._pool.give(*[vectors for part in self._parts for vectors in part.vectors])
             self._cut_for, self._parts = now, []
@@ -173,8 +173,8 @@ class Taker:
             if not self._parts:
                 self._parts = self._pool.take_slab(count, _streams(calls, self._kind))[::-1]
             part = self._parts.pop()
-            if part.note is None:
-                part.note = Room(calls, part.vectors)
+            if part.note is None or part.note.cut_for != now:  # other layers of the same sizes had it before
+                part.note = Room(calls, part.vectors, now)
             self.room = part.note
             self.room.tell(calls)
             return self.room.told, self.room.size

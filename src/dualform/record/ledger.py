@@ -471,7 +471,8 @@ class Ledger:
         """Keep an ordinary pass as it is; False: it is none."""
         if self.held is not None or not ended.fresh or self._batch_axis:
             return False
-        calls, reached, batch = [], 0, self.batch
+        calls, batch = [], self.batch
+        reached: set[ParameterLedger] = set()
         for visit, errors in ended.arrived.items():
             module = visit.module
             if visit.batch is not batch or module.seen_in == task or (self._apart and module.pending()):
@@ -480,9 +481,10 @@ class Ledger:
             if slots is None:
                 break
             module.seen_in = task
-            reached += len(module.parameters)
+            reached.update(module.parameters)
             calls.append((module.layers[0], visit, slots))
-        whole = batch is not None and calls and len(calls) == len(ended.arrived) and reached == len(ended.counted)
+        whole = batch is not None and calls and len(calls) == len(ended.arrived)
+        whole = whole and len(reached) == len(ended.counted) and reached.issuperset(ended.counted)
         taken = whole and self._taker.take([slots for _, _, slots in calls], brief=True)
         for _, _, slots in calls:
             slots.keys = slots.errors = NOTHING.data  # they are copied: what they were need not be kept

@@ -156,7 +156,7 @@ class Looks:
         if where != self._were:
             self._parts[:, TENSOR] = self._were = where
         self._marks = [one._version for one in self.parameters]
-        if settings is not None and self._walking and self._looked is None:
+        if settings and self._walking and self._looked is None:
             if settings is not self._settings:
                 self._walks.view(np.float64)[:, 7:14] = [[one[name] for name in SGD] for one in settings]
                 self._settings = settings

@@ -80,7 +80,8 @@ def _joined(vectors: Sequence[Encoded]) -> list[Encoded]:
     stretch: list[Encoded] = []
     end = 0
     for one in vectors:
-        if stretch and not (one.slab is stretch[0].slab and one.slab is not None and one.first == end):
+        follows = one.first == end and one.slab is not None
+        if stretch and not (follows and one.slab is stretch[0].slab and one.stream == stretch[0].stream):
             found.append(_together(stretch))
             stretch = []
         stretch.append(one)
