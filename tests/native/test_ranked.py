@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +6,7 @@ from hypothesis import strategies as st
 
 from dualform.native import ranked
 from dualform.native.kernels import kernels
-from dualform.native.ranked import highest, reaching
+from dualform.native.ranked import highest, marked, reaching
 from reference import ranking
 
 compiled = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -18,6 +19,8 @@ def test_the_highest_of_each_group(scores, groups, k):
     codes = (torch.arange(len(scores)) * 7 % 5 % groups).int()
     found = highest(torch.tensor([scores], dtype=torch.float32), codes if groups > 1 else None, groups, k)
     assert found.ordered().shape == (groups, k)
+    assert found.last().equal(found.ordered()[:, -1])
+    assert found.ascending(len(scores)).equal(found.ordered()[found.ordered() >= 0].sort().values)
     for group, (places, count) in enumerate(zip(found.ordered(), found.counts, strict=True)):
         mine = torch.nonzero(codes == group)[:, 0]
         expected = ranking.top([scores[place] for place in mine], k)
@@ -50,6 +53,17 @@ def test_many_bounds_that_reach(threads):
     least = torch.linspace(-1, 1, 7)[None]
     assert reaching(bound, codes, least).equal(~(bound[0] < least[0, codes]))
     assert reaching(bound, None, least[:, :1]).equal(~(bound[0] < -1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1003])
+def test_the_places_of_marks(monkeypatch, count, share):
+    marks = (torch.rand(count, generator=torch.Generator().manual_seed(count)) < share).numpy()
+    expected = torch.from_numpy(np.flatnonzero(marks))
+    assert marked(marks).equal(expected)
+    assert marked(np.repeat(marks, 2)[::2]).equal(expected)  # not one after the other in memory
+    monkeypatch.setattr(ranked, "kernels", lambda: None)
+    assert marked(marks).equal(expected)
 
 
 @compiled
@@ -87,8 +101,8 @@ def test_what_is_found_in_another_way(monkeypatch):
 
 @compiled
 def test_a_sample_that_misleads(threads):
-    """Every 16th score, which is looked at first, is far above the others."""
+    """The scores that are looked at first, 16 of every 256, are far above the others."""
     scores = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(3))
-    scores[:, ::16] += 20
+    scores[:, torch.arange(100_000) % 256 < 16] += 20
     found = highest(scores, None, 1, 8000)
     assert found.ordered()[0].equal(scores[0].sort(descending=True, stable=True).indices[:8000])
