@@ -58,9 +58,8 @@ class View:
         asking = queries.to(kind).contiguous()
         for low, stretch in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
             sums = part(stretch, columns).to(kind)
-            dots = Picked([(sums, None)]).dots(
-                asking, torch.arange(len(sums))
-            )  # on all threads; @ takes one, for one query
+            # On all threads: @ takes one, for one query
+            dots = Picked([(sums, None)]).dots(asking, torch.arange(len(sums)))
             found[:, low : low + len(sums)] = (sums @ asking.T).T if dots is None else dots
         return found
 

@@ -5,6 +5,7 @@
 #endif
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
+enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
 enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
@@ -259,7 +260,6 @@ static void some_rows(void *what, int64_t low, int64_t high, int part) {
 
 /* x · x, x · y, y · y and ‖x − y‖². */
 LOOP void compare_sums(int64_t n, const double *restrict x, const double *restrict y, double *sums) {
-    enum { WIDE = 8 };
     double own[4][WIDE] = {{0}};
     int64_t i = 0;
     for (; i + WIDE <= n; i += WIDE)
@@ -285,7 +285,6 @@ LOOP void compare_sums(int64_t n, const double *restrict x, const double *restri
 
 /* ‖x − ratio y‖² */
 LOOP double apart(int64_t n, const double *restrict x, double ratio, const double *restrict y) {
-    enum { WIDE = 8 };
     double own[WIDE] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + WIDE <= n; i += WIDE)
@@ -375,7 +374,6 @@ typedef struct {
 /* One of them. sums: of step², weight² and weight × mixed. */
 LOOP void walk(int64_t n, double *restrict weight, double *restrict buffer, const double *restrict gradient, const double *restrict mixed,
                const Walk *restrict w, double sums[3]) {
-    enum { WIDE = 8 };
     const double sign = w->maximize != 0 ? -1 : 1, decay = w->weight_decay, lr = w->lr, momentum = w->momentum;
     const int moves = momentum != 0, fresh = w->fresh != 0, nesterov = w->nesterov != 0;
     /* the buffer is kept × the old one + new × the step; the weight goes by straight × the step + along × the buffer */

@@ -131,7 +131,7 @@ class Taker:
             return False
         todo, alike = [], True
         for call in calls:
-            keys, errors = call.keys, call.errors
+            keys, errors = call.keys, call.errors  # both as `is_plain` has it: a function is too much here
             if not keys.dtype is errors.dtype is torch.float32 or not (keys.is_cpu and errors.is_cpu):
                 continue
             if keys.layout is errors.layout is torch.strided and keys.is_contiguous() and errors.is_contiguous():

@@ -219,7 +219,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _compact(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
 
 
 _TEXTS: dict[str, tuple[Any, tuple[str, str]]] = {}
@@ -231,8 +231,7 @@ def _texts(name: str, value: Any) -> tuple[str, str]:
     known = _TEXTS.get(name)
     if known is not None and known[0] is value and isinstance(value, tuple):
         return known[1]
-    compact = json.dumps(value, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
-    texts = compact, json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
+    texts = _compact(value), json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
     _TEXTS[name] = value, texts
     return texts
 
