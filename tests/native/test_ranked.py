@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -6,7 +5,7 @@ from hypothesis import strategies as st
 
 from dualform.native import ranked
 from dualform.native.kernels import kernels
-from dualform.native.ranked import highest, marked, reaching
+from dualform.native.ranked import highest, reaching
 from reference import ranking
 
 compiled = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -19,7 +18,8 @@ def test_the_highest_of_each_group(scores, groups, k):
     codes = (torch.arange(len(scores)) * 7 % 5 % groups).int()
     found = highest(torch.tensor([scores], dtype=torch.float32), codes if groups > 1 else None, groups, k)
     assert found.ordered().shape == (groups, k)
-    assert found.last().equal(found.ordered()[:, -1])
+    last = found.ordered()[:, -1].tolist()
+    assert found.least().tolist() == [-torch.inf if place < 0 else scores[place] for place in last]
     assert found.ascending(len(scores)).equal(found.ordered()[found.ordered() >= 0].sort().values)
     for group, (places, count) in enumerate(zip(found.ordered(), found.counts, strict=True)):
         mine = torch.nonzero(codes == group)[:, 0]
@@ -45,25 +45,18 @@ def test_many_scores_and_few_are_wanted(threads, k):
 
 
 @compiled
-def test_many_bounds_that_reach(threads):
-    bound, codes = (
-        torch.randn(1, 100_000, generator=torch.Generator().manual_seed(1)),
-        (torch.arange(100_000) % 7).int(),
-    )
-    least = torch.linspace(-1, 1, 7)[None]
-    assert reaching(bound, codes, least).equal(~(bound[0] < least[0, codes]))
-    assert reaching(bound, None, least[:, :1]).equal(~(bound[0] < -1))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1003])
-def test_the_places_of_marks(monkeypatch, count, share):
-    marks = (torch.rand(count, generator=torch.Generator().manual_seed(count)) < share).numpy()
-    expected = torch.from_numpy(np.flatnonzero(marks))
-    assert marked(marks).equal(expected)
-    assert marked(np.repeat(marks, 2)[::2]).equal(expected)  # not one after the other in memory
-    monkeypatch.setattr(ranked, "kernels", lambda: None)
-    assert marked(marks).equal(expected)
+@pytest.mark.parametrize("groups", [1, 7, 16, 17])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65, 4095, 4097, 100_003])
+def test_bounds_that_reach_and_some_are_left_out(threads, count, groups):
+    bound = torch.randn(1, count, generator=torch.Generator().manual_seed(1))
+    codes, least = (torch.arange(count) % groups).int(), torch.linspace(-1, 1, groups)[None]
+    passed = ~(bound[0] < least[0, codes])
+    assert reaching(bound, codes, least).equal(torch.nonzero(passed)[:, 0])
+    assert reaching(bound, None, least[:, :1]).equal(torch.nonzero(~(bound[0] < -1))[:, 0])
+    for without in (torch.nonzero(passed)[::2, 0], torch.arange(0, count, 3), torch.arange(count), torch.arange(0)):
+        expected = passed.clone()
+        expected[without] = False
+        assert reaching(bound, codes, least, without).equal(torch.nonzero(expected)[:, 0])
 
 
 @compiled
@@ -73,16 +66,18 @@ def test_what_is_no_number_comes_first_as_when_sorted():
         highest(scores, None, 1, 3).ordered()[0].tolist()
         == scores.sort(descending=True, stable=True).indices[0, :3].tolist()
     )
+    assert highest(scores, None, 1, 2).least().isnan().all()
+    assert highest(scores, None, 1, 3).least().tolist() == [torch.inf]
 
 
 @compiled
 def test_bounds_that_reach():
     bound = torch.tensor([[1.0, 2.0, -torch.inf, torch.nan, 0.0, -1.0]])
     least, codes = torch.tensor([[1.5, -torch.inf]]), torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.int32)
-    assert reaching(bound, codes, least).tolist() == [False, True, True, True, True, False]
-    assert reaching(bound, None, least[:, :1]).tolist() == [False, True, False, True, False, False]
+    assert reaching(bound, codes, least).tolist() == [1, 2, 3, 4]
+    assert reaching(bound, None, least[:, :1]).tolist() == [1, 3]
     apart = least.repeat_interleave(3, 1)[:, ::3]  # what is needed is often a column of a table
-    assert reaching(bound, codes, apart).tolist() == [False, True, True, True, True, False]
+    assert reaching(bound, codes, apart).tolist() == [1, 2, 3, 4]
 
 
 def test_what_is_found_in_another_way(monkeypatch):

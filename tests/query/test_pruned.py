@@ -110,6 +110,8 @@ def test_no_score_is_beyond_its_bound(monkeypatch, dtype, scale, way, compact):
         for fine in (False, True):
             for some in (places, slice(10, 290)):
                 assert (ranked_by(scores[2:7, 10:290], way) <= bounds.bound(here, some, fine=fine)[1]).all()
+        for few in (here, slice(3, 4)):  # all in one product of matrices, one in a loop of its own
+            assert (ranked_by(scores[few, 10:290], way) <= bounds.finer(few, places)).all()
         assert (scores.abs() <= bounds.sizes[:, None] * bounds.lengths).all()
 
 

@@ -69,15 +69,15 @@ static float dot_halves(const uint16_t *x, float scale, const float *y, int64_t 
 /* Queries (m, d), and n numbers of vectors in t tables, of which each goes on counting where the one before ends.
 
    ends (t): the number after each table's last; tables (t): where it begins; exponents (t): of its vectors' powers of
-   two, or NULL. Numbers that ascend are found at once. */
+   two, or NULL. Numbers that ascend are found at once. own (m) and rests (all vectors): how much of each is not seen; NULL: nothing. */
 typedef struct {
     int64_t n, t, d, m, kind;
     const int64_t *numbers, *ends;
     const char *const *tables;
     const int16_t *const *exponents;
-    const float *queries;
+    const float *queries, *own, *rests;
     float *out;
-    int missing;
+    int absolute, missing;
 } Picked;
 
 static void some_picked(void *what, int64_t low, int64_t high, int part) {
@@ -100,17 +100,20 @@ static void some_picked(void *what, int64_t low, int64_t high, int part) {
         for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(vector + (soon - number) * bytes + byte, 0, 2);
         for (int64_t q = 0; q < p->m; q++) {
             const float *query = p->queries + q * d;
-            p->out[q * n + i] = p->kind == FLOAT32   ? dot((const float *)vector, query, d)
+            const float found = p->kind == FLOAT32   ? dot((const float *)vector, query, d)
                                 : p->kind == FLOAT16 ? dot_halves((const uint16_t *)vector, scale, query, d)
                                                      : dot_brains((const uint16_t *)vector, scale, query, d);
+            p->out[q * n + i] = (p->absolute ? fabsf(found) : found) + (p->rests ? p->own[q] * p->rests[number] : 0);
         }
     }
 }
 
-/* out (m, n) = queries · the vectors with these numbers; each is read from where it lies. Gives 0; 1: there is no such number. */
+/* out (m, n) = queries · the vectors with these numbers; each is read from where it lies. With rests, out is what no product is above
+   (absolute: no size of a product). Gives 0; 1: there is no such number. */
 int picked(int64_t n, int64_t t, int64_t d, int64_t m, int64_t kind, const int64_t *numbers, const int64_t *ends,
-           const char *const *tables, const int16_t *const *exponents, const float *queries, float *out, int64_t threads) {
-    Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, out, 0};
+           const char *const *tables, const int16_t *const *exponents, const float *queries, const float *own, const float *rests,
+           int64_t absolute, float *out, int64_t threads) {
+    Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, own, rests, out, absolute != 0, 0};
     in_parts(some_picked, &all, n, n * d < WORTH ? 1 : threads);
     return all.missing;
 }
@@ -147,15 +150,58 @@ static void to_the_front(uint64_t *x, int64_t n, int64_t k) {
     }
 }
 
-/* Of eight bytes that are 0 or 1, the first that is 1 (where the lowest comes first, as everywhere by now). */
-static inline int64_t first_of(uint64_t eight) { return __builtin_ctzll(eight) / 8; }
-
 /* out (n): whether a number is not below what its group needs */
 LOOP void compare(int64_t n, const float *restrict bound, const int32_t *codes, const float *least, char *restrict out) {
     if (codes)
         for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < least[codes[i]]);
     else
         for (int64_t i = 0; i < n; i++) out[i] = !(bound[i] < *least);
+}
+
+#ifdef BY_PROCESSOR
+/* The same of few groups, whose needs fit into two registers: eight numbers at a time, a bit for each. */
+enum { FEW = 16 };
+__attribute__((target("avx2"))) static void compare_at_once(int64_t n, const float *bound, const int32_t *codes, const float least[FEW],
+                                                            uint8_t *out) {
+    const __m256 low = _mm256_loadu_ps(least), high = _mm256_loadu_ps(least + 8);
+    __m256 needed = _mm256_broadcast_ss(least);
+    for (int64_t i = 0; i < n; i += 8) {
+        if (codes) {
+            const __m256i code = _mm256_loadu_si256((const __m256i *)(codes + i));
+            const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)); /* 8 is then the sign */
+            needed = _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), is_high);
+        }
+        out[i / 8] = (uint8_t)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(bound + i), needed, _CMP_NLT_UQ));
+    }
+}
+#endif
+
+/* Eight bytes that are 0 or 1 as bits (where the lowest comes first, as everywhere by now). */
+static inline uint64_t packed(const char *bytes) {
+    uint64_t eight;
+    memcpy(&eight, bytes, 8);
+    return eight * 0x0102040810204080u >> 56;
+}
+
+/* out: a bit for each of n ≤ PASSED numbers, whether it is not below what its group needs; the last word is filled up with 0. */
+static void flag(int64_t n, const float *bound, const int32_t *codes, const float *least, int64_t groups, uint64_t *out) {
+    char bytes[PASSED + 8];
+    int64_t done = 0;
+    memset(out, 0, sizeof *out * (size_t)((n + 63) / 64));
+#ifdef BY_PROCESSOR
+    if (groups <= FEW && __builtin_cpu_supports("avx2")) {
+        float table[FEW] = {0};
+        memcpy(table, least, sizeof *least * (size_t)groups);
+        done = n / 8 * 8;
+        compare_at_once(done, bound, codes, table, (uint8_t *)out);
+    }
+#else
+    (void)groups;
+#endif
+    if (done == n) return;
+    compare(n - done, bound + done, codes ? codes + done : NULL, least, bytes);
+    memset(bytes + n - done, 0, 8);
+    for (int64_t i = done; i < n; i += 8) out[i / 64] |= packed(bytes + i - done) << i % 64;
 }
 
 typedef struct {
@@ -183,24 +229,17 @@ static inline void offer(const Highest *h, int64_t i, uint64_t *held, int64_t *c
     }
 }
 
-/* Of one score in every stride, from low to high. least: what there is no need to look below. Of all scores, most are passed over eight
-   at a time. */
+/* Of one score in every stride, from low to high. least: what there is no need to look below. Most are passed over many at a time. */
 static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, int64_t *counts, float *least) {
-    char high_enough[PASSED];
-    uint64_t eight;
-    if (h->stride > 1)
-        for (int64_t i = low; i < high; i += h->stride * SAMPLED)
-            for (int64_t j = i; j < i + SAMPLED && j < high; j++) offer(h, j, held, counts, least);
-    else
-        for (int64_t i = low; i < high; i += PASSED) {
-            const int64_t some = high - i < PASSED ? high - i : PASSED;
-            compare(some, h->scores + i, h->codes ? h->codes + i : NULL, least, high_enough);
-            memset(high_enough + some, 0, (size_t)(PASSED - some));
-            for (int64_t j = 0; j < some; j += 8) {
-                memcpy(&eight, high_enough + j, 8);
-                for (; eight; eight &= eight - 1) offer(h, i + j + first_of(eight), held, counts, least);
-            }
-        }
+    const int64_t row = h->stride > 1 ? SAMPLED : PASSED;
+    uint64_t high_enough[PASSED / 64];
+    for (int64_t i = low; i < high; i += h->stride * row) {
+        const int64_t some = high - i < row ? high - i : row;
+        flag(some, h->scores + i, h->codes ? h->codes + i : NULL, least, h->groups, high_enough);
+        for (int64_t word = 0; word * 64 < some; word++)
+            for (uint64_t bits = high_enough[word]; bits; bits &= bits - 1)
+                offer(h, i + word * 64 + __builtin_ctzll(bits), held, counts, least);
+    }
     for (int64_t group = 0; group < h->groups; group++)
         if (counts[group] > h->k) keep_highest(held + group * 2 * h->k, counts + group, h->k);
 }
@@ -253,32 +292,62 @@ void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const in
     }
 }
 
+/* Set a bit for each of n standings' places; then give these places, ascending, and take the bits away again. bits: all 0, one for each
+   place that there may be, in whole words; gives how many there are. A standing of 0 is none. */
+int64_t ascending(int64_t n, const uint64_t *standings, int64_t words, uint64_t *bits, int64_t *out) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t place = UINT32_MAX - (uint32_t)standings[i];
+        if (standings[i]) bits[place / 64] |= (uint64_t)1 << place % 64;
+    }
+    for (int64_t word = 0; word < words; word++)
+        for (; bits[word]; bits[word] &= bits[word] - 1) out[count++] = word * 64 + __builtin_ctzll(bits[word]);
+    return count;
+}
+
 typedef struct {
+    int64_t groups, left;
     const float *bound, *least;
     const int32_t *codes;
-    char *out;
+    const int64_t *without;
+    int64_t *out, (*found)[2]; /* of each thread: where its places begin, and how many there are */
 } Reaching;
 
 static void some_reaching(void *what, int64_t low, int64_t high, int part) {
     const Reaching *r = what;
-    (void)part;
-    compare(high - low, r->bound + low, r->codes ? r->codes + low : NULL, r->least, r->out + low);
-}
-
-/* out (n): whether what none of n scores ranks above reaches what its group needs, least (groups). codes (n): as above. */
-void reaching(int64_t n, const float *bound, const int32_t *codes, const float *least, char *out, int64_t threads) {
-    Reaching all = {bound, least, codes, out};
-    in_parts(some_reaching, &all, n, n < WORTH ? 1 : threads);
-}
-
-/* The places of the marks that are 1 and not 0, ascending; gives how many there are. out has room for all of them. */
-int64_t marked(int64_t n, const char *marks, int64_t *out) {
-    int64_t count = 0, i = 0;
-    for (uint64_t eight; i + 8 <= n; i += 8) {
-        memcpy(&eight, marks + i, 8);
-        for (; eight; eight &= eight - 1) out[count++] = i + first_of(eight);
+    uint64_t flags[PASSED / 64];
+    int64_t *out = r->out + low, next = 0;
+    for (int64_t end = r->left; next < end;) { /* the first to be left out here */
+        const int64_t middle = next + (end - next) / 2;
+        if (r->without[middle] < low)
+            next = middle + 1;
+        else
+            end = middle;
     }
-    for (; i < n; i++)
-        if (marks[i]) out[count++] = i;
+    for (int64_t i = low; i < high; i += PASSED) {
+        const int64_t some = high - i < PASSED ? high - i : PASSED;
+        flag(some, r->bound + i, r->codes ? r->codes + i : NULL, r->least, r->groups, flags);
+        for (; next < r->left && r->without[next] < i + some; next++) {
+            const int64_t place = r->without[next] - i;
+            flags[place / 64] &= ~((uint64_t)1 << place % 64);
+        }
+        for (int64_t word = 0; word * 64 < some; word++)
+            for (uint64_t bits = flags[word]; bits; bits &= bits - 1) *out++ = i + word * 64 + __builtin_ctzll(bits);
+    }
+    r->found[part][0] = low;
+    r->found[part][1] = out - (r->out + low);
+}
+
+/* out: the places, ascending, where what none of n scores ranks above reaches what its group needs, least (groups); gives how many. out has
+   room for all, found (threads, 2) is memory to work in. codes (n): as above. without (left): some that are left out, ascending. */
+int64_t reaching(int64_t n, int64_t groups, const float *bound, const int32_t *codes, const float *least, int64_t left,
+                 const int64_t *without, int64_t *out, int64_t (*found)[2], int64_t threads) {
+    Reaching all = {groups, left, bound, least, codes, without, out, found};
+    const int64_t parts = n < WORTH ? 1 : threads;
+    int64_t count = 0;
+    memset(found, 0, sizeof *found * (size_t)parts);
+    in_parts(some_reaching, &all, n, parts);
+    for (int64_t part = 0; part < parts; count += found[part++][1])
+        memmove(out + count, out + found[part][0], sizeof *out * (size_t)found[part][1]);
     return count;
 }

@@ -12,7 +12,7 @@ from dualform.native.kernels import is_plain, kernels
 
 HELD = 1 << 16
 """So many places at most are wanted of all groups together: they stay in the cache."""
-LAST = 2**32 - 1
+LAST, SIGN = 2**32 - 1, 2**31
 
 
 class Highest(NamedTuple):
@@ -29,13 +29,17 @@ class Highest(NamedTuple):
 
     def ascending(self, n: int) -> Tensor:
         """The places of all of them, ascending, of n that there are."""
-        marks = np.zeros(n + 1, bool)  # −1 is the last, which is none
-        marks[self._places(self.standings)] = True
-        return marked(marks[:-1])
+        standings, bits = np.ascontiguousarray(self.standings), np.zeros(n // 64 + 1, np.uint64)
+        out = np.empty(standings.size, np.int64)
+        places = standings.ctypes.data, len(bits), bits.ctypes.data, out.ctypes.data
+        return torch.from_numpy(out[: kernels().ascending(standings.size, *places)])
 
-    def last(self) -> Tensor:
-        """The places of the k-th best of each group, (groups,); −1: it has fewer."""
-        return torch.from_numpy(self._places(self.standings.min(1)))
+    def least(self) -> Tensor:
+        """The k-th best score of each group, (groups,); −∞: it has fewer."""
+        lowest = self.standings.min(1)
+        half = (lowest >> 32).astype(np.uint32)
+        found = np.where(half >> 31, half ^ SIGN, ~half).view(np.float32)
+        return torch.from_numpy(np.where(lowest == 0, np.float32(-np.inf), found))
 
     def _places(self, standings: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
         places: np.ndarray[Any, np.dtype[np.int64]] = LAST - (standings & LAST).astype(np.int64)
@@ -63,23 +67,19 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highes
     return Highest(best, found)
 
 
-def reaching(bound: Tensor, codes: Tensor | None, least: Tensor) -> Tensor | None:
-    """Whether bounds (1, n) are not below what their groups need, (1, groups): (n,); None: find out in another way."""
-    loops, out, least = kernels(), torch.empty(bound.shape[1], dtype=torch.bool), least.contiguous()
+def reaching(bound: Tensor, codes: Tensor | None, least: Tensor, without: Tensor | None = None) -> Tensor | None:
+    """The places, ascending, of bounds (1, n) that are not below what their groups need, (1, groups); None: find them in another way.
+
+    without: some places, ascending, that are left out.
+    """
+    loops, n, least, threads = kernels(), bound.shape[1], least.contiguous(), torch.get_num_threads()
     if loops is None or not _fit(bound, codes) or not _fit(least, None):
         return None
-    places = (bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr(), out.data_ptr())
-    loops.reaching(len(out), *places, torch.get_num_threads())
-    return out
-
-
-def marked(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> Tensor:
-    """The places of marks (n,), ascending."""
-    loops = kernels()
-    if loops is None or not marks.flags.c_contiguous:
-        return torch.from_numpy(np.flatnonzero(marks))
-    out = np.empty(len(marks), np.int64)
-    return torch.from_numpy(out[: loops.marked(len(marks), marks.ctypes.data, out.ctypes.data)])
+    out, room = np.empty(n, np.int64), np.empty((threads, 2), np.int64)
+    left, skipped = (0, None) if without is None else (len(without), without.contiguous())
+    scores = bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr()
+    rooms = None if skipped is None else skipped.data_ptr(), out.ctypes.data, room.ctypes.data
+    return torch.from_numpy(out[: loops.reaching(n, least.shape[1], *scores, left, *rooms, threads)])
 
 
 def _fit(scores: Tensor, codes: Tensor | None) -> bool:

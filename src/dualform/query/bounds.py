@@ -101,6 +101,13 @@ class Seen:
             torch.mm(mine.near, its.near.T, out=found[:, low : low + size])
         return found, *rests
 
+    def finer(self, queries: slice, places: Tensor, way: Way) -> Tensor | None:
+        """What no product ranks above, (queries, slots), as the fine sketch has it, in one loop; None: it is to be found by `near`."""
+        own, here = self.own(fine=self._finer), self._chosen(places)
+        assert isinstance(here, Tensor)
+        near = -own.near[queries] if way == "lowest" else own.near[queries]
+        return self._known(self._finer).picked.bounds(near, own.rest[queries], here, absolute=way == "absolute")
+
     def _chosen(self, places: Places) -> Places:
         return places if self._in_order else self._numbers[places]
 
@@ -154,6 +161,11 @@ class Products:
         guess = guess.abs_() if self._way == "absolute" else guess.neg_() if self._way == "lowest" else guess
         return guess, torch.addr(guess, own, keys, out=self._rooms[1](*guess.shape))
 
+    def finer(self, queries: slice, places: Tensor) -> Tensor:
+        """What none ranks above, found with more effort, (queries, slots). Good until the next are asked for."""
+        found = self._keys.finer(queries, places, self._way)
+        return self.bound(queries, places, fine=True)[1] if found is None else found
+
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots)."""
         return self._keys.products(queries, places)
@@ -188,6 +200,10 @@ class Contributions:
         guess = ranked_by(near[0] * near[1], self._way)
         bound = torch.addcmul(guess, near[0].abs_(), off[1])
         return guess, bound.addcmul_(off[0], off[1].add_(near[1].abs_()))
+
+    def finer(self, queries: slice, places: Tensor) -> Tensor:
+        """What none ranks above, found with more effort, (queries, slots)."""
+        return self.bound(queries, places, fine=True)[1]
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots)."""

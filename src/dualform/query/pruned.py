@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dualform.native.ranked import Highest, highest, marked, reaching
+from dualform.native.ranked import Highest, highest, reaching
 from dualform.query.ranking import Best, Way, ranked_by
 
 Places = Tensor | slice
@@ -48,8 +48,11 @@ class Bounds(Protocol):
     def sizes(self) -> Tensor:
         """(queries,)"""
 
-    def bound(self, queries: slice, places: Places, *, fine: bool = False) -> tuple[Tensor, Tensor]:
+    def bound(self, queries: slice, places: Places) -> tuple[Tensor, Tensor]:
         """What scores seem to be, and what none ranks above, (queries, slots) each. Good until the next are asked for."""
+
+    def finer(self, queries: slice, places: Tensor) -> Tensor:
+        """What none ranks above, found with more effort, (queries, slots). Good until the next are asked for."""
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """The scores, (queries, slots); places ascend."""
@@ -134,9 +137,10 @@ class Wanted:
         ranked = ranked_by(scores, self.way)
         found = self._highest(ranked, places, self.k)
         if found is not None:
-            order = found.last()[:, None] if self.members.visits is None else found.ordered()
-            best = ranked[0][order].masked_fill_(order < 0, -torch.inf)
-            return (best[:, 0] if self.members.visits is None else self.kth(best, places[order]))[None]
+            if self.members.visits is None:
+                return found.least()[None]
+            order = found.ordered()
+            return self.kth(ranked[0][order].masked_fill_(order < 0, -torch.inf), places[order])[None]
         least = []
         for mine in self.members.grouped(places):
             some, order = ranked.index_select(1, mine).topk(min(self.k, len(mine)), dim=1)
@@ -196,14 +200,17 @@ class Wanted:
         looked: Tensor = torch.unique(torch.cat(found))
         return looked
 
-    def reach(self, bound: Tensor, places: Places, least: Tensor) -> Tensor:
-        """Which of some slots may be among the best of any query, (n,)."""
+    def reach(self, bound: Tensor, places: Places, least: Tensor, without: Tensor | None = None) -> Tensor:
+        """Which of n slots may be among the best of any query: 0 ≤ … < n, ascending, but for those to be left out."""
         codes = self._codes(places)
-        found = reaching(bound, codes, least)
+        found = reaching(bound, codes, least, without)
         if found is not None:
             return found
         beyond = bound.sub_(least if codes is None else least.index_select(1, codes))
-        return ~((beyond.amax(0) if len(beyond) > 1 else beyond[0]) < 0)
+        passed = ~((beyond.amax(0) if len(beyond) > 1 else beyond[0]) < 0)
+        if without is not None:
+            passed[without] = False
+        return torch.from_numpy(np.flatnonzero(passed.numpy()))
 
 
 def _apart(found: Highest) -> list[Tensor]:
@@ -238,9 +245,7 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | Non
         return None
     known = bounds.exact(queries, looked)
     least = wanted.least(looked, known)
-    passed = wanted.reach(bound, everything, least)
-    passed[looked] = False
-    places = _finer(bounds, queries, marked(passed.numpy()), wanted, least)
+    places = _finer(bounds, queries, wanted.reach(bound, everything, least, looked), wanted, least)
     if len(places) + len(looked) > DENSE * total:
         return None
     scores = torch.cat([known, bounds.exact(queries, places)], 1)
@@ -263,7 +268,7 @@ def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, d
     for low in range(0, len(long), size):
         places = long[low : low + size]
         _, bound = bounds.bound(queries, places)
-        passed.append(places[marked(wanted.reach(bound, places, least).numpy())])
+        passed.append(places[wanted.reach(bound, places, least)])
         waiting += len(passed[-1])
         if waiting >= ENOUGH or low + size >= len(long):
             near = _finer(bounds, queries, torch.cat(passed), wanted, least)
@@ -281,7 +286,7 @@ def _finer(bounds: Bounds, queries: slice, places: Tensor, wanted: Wanted, least
         return places
     passed, count = [places[:0]], 0
     for some in torch.split(places, max(1, FINE // min(4, queries.stop - queries.start))):
-        passed.append(some[marked(wanted.reach(bounds.bound(queries, some, fine=True)[1], some, least).numpy())])
+        passed.append(some[wanted.reach(bounds.finer(queries, some), some, least)])
         count += len(passed[-1])
         if count > DENSE * len(wanted.members.numbers):
             break

@@ -60,7 +60,7 @@ class Sketch:
     @cached_property
     def picked(self) -> Picked:
         """Their coordinates, for who multiplies some of them."""
-        return Picked([(self.seen.near, None)])
+        return Picked([(self.seen.near, None)], self.seen.rest)
 
     def of(self, vectors: Tensor) -> Glimpse:
         """The same of other vectors."""
