@@ -52,16 +52,16 @@ def training(path, **settings):
 
 def full_disk(monkeypatch, after):
     """From the n-th write on, the disk is full."""
-    written, write = 0, os.write
+    written, write = 0, os.writev
 
-    def limited(descriptor, data):
+    def limited(descriptor, pieces):
         nonlocal written
         written += 1
         if written > after:
             raise OSError(28, "No space left on device")
-        return write(descriptor, data)
+        return write(descriptor, pieces)
 
-    monkeypatch.setattr("dualform.store.safe.os.write", limited)
+    monkeypatch.setattr("dualform.store.safe.os.writev", limited)
 
 
 @pytest.mark.parametrize("after", [30, 47, 100])

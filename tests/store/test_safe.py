@@ -63,9 +63,17 @@ def is_direct(descriptor):
 
 
 def writing(patch, change):
-    """Let os.write(descriptor, data) be change(descriptor, data, write)."""
-    write = os.write
-    patch.setattr(os, "write", lambda descriptor, data: change(descriptor, data, write))
+    """Let os.writev(descriptor, pieces) be change(descriptor, data, write), with all pieces in one, which begins at a block if they do."""
+    patch.setattr(os, "writev", lambda descriptor, pieces: change(descriptor, joined(pieces), os.write))
+
+
+def joined(pieces):
+    if len(pieces) == 1:
+        return pieces[0]
+    memory = np.empty(sum(map(len, pieces)) + BLOCK, np.uint8)
+    whole = memory[-memory.ctypes.data % BLOCK :][: sum(map(len, pieces))]
+    whole[:] = np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces])
+    return whole.data
 
 
 @pytest.fixture
@@ -141,8 +149,18 @@ def written_in_odd_parts(patch):
     writing(patch, part)
 
 
+def without_a_call_for_several(patch):
+    patch.delattr(os, "writev")
+
+
+def few_in_a_call(patch):
+    patch.setattr(safe, "PIECES", 2)
+
+
 WAYS = [
     lambda patch: None,
+    without_a_call_for_several,
+    few_in_a_call,
     without_a_name,
     refused_when_asked,
     refused_when_written,
@@ -234,11 +252,11 @@ def test_whole_blocks_are_written_from_where_they_are(tmp_path, monkeypatch, way
     check(tmp_path / "crooked", {"a": [large[: 33 * BLOCK + 8], large[: 99 * BLOCK]], "b": [large[8:]]})
 
 
-def test_nothing_is_copied_that_is_of_whole_blocks(tmp_path, direct, monkeypatch):
+def test_nothing_is_copied_that_is_of_whole_blocks_and_all_of_it_goes_in_one_call(tmp_path, direct, monkeypatch):
     monkeypatch.setattr(safe, "STAGE", 16 * BLOCK)
     large = aligned(2 * DIRECT_FROM)
     check(tmp_path / "file", {"a": [large, large[:DIRECT_FROM]], "b": [noise((5,))]})
-    assert direct == [len(large), DIRECT_FROM]
+    assert direct == [len(large) + DIRECT_FROM]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
