@@ -7,6 +7,7 @@
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
 enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
+static const int64_t CHANGED = (int64_t)1 << 32; /* as in record/looks.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
 static inline uint16_t half(float x) {
@@ -326,7 +327,8 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
    ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
    known is what was seen from now on. kept: where those vectors of which a verdict is wanted are copied to, one after the other, or NULL.
-   Gives how many verdicts are not the ordinary one: explained, by a factor that means something. Nothing known explains nothing. */
+   Gives how many verdicts are not the ordinary one: explained, by a factor that means something (nothing known explains nothing); and
+   how many parts are not the same, times CHANGED. */
 int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads, float *kept) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
@@ -352,10 +354,12 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
             if (look->matrix) memcpy(kept, look->matrix, sizeof(float) * (size_t)look->rows);
             kept += look->rows;
         }
-        if (look->turns && found[3] <= look->scale) {
+        if (!look->turns) continue;
+        if (found[3] <= look->scale) {
             found[3] = 0;
             if (n) memcpy(known, seen, sizeof(double) * (size_t)n);
-        }
+        } else
+            unusual += CHANGED;
     }
     return unusual;
 }

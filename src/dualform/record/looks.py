@@ -21,6 +21,8 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 ROOMS = 64
 """For so many updates there is room for gradients at a time."""
 
+CHANGED = 1 << 32
+"""What the loop gives for each part of a parameter that is not what it was."""
 TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
 """Some of the numbers that the loop is told of a tensor, and how many there are."""
 SGD = ("lr", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "fresh")
@@ -71,8 +73,9 @@ class Looks:
         self._kept: tuple[list[Vector | None], int] = ([], 0)
         self._settings: Sequence[Mapping[str, float]] | None = None
         """Those that the walks are told."""
-        self._judged: list[list[float] | None] = []
+        self._links: Sequence[Link | None] | None = None
         self._verdicts = self._found[:0]
+        """Of the gradients that were last looked at."""
         self._looked: list[Looked | None] | None = None
 
     def _ways(self, sizes: Ints, starts: Ints, count: int) -> Ints:
@@ -104,21 +107,17 @@ class Looks:
         if where is None:
             pairs = zip(self.ledgers, gradients, strict=True)
             self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
-            self._judged = [None] * len(self.ledgers)
             return False, self.unchanged()
-        self._looked = None
+        self._looked, self._links = None, links
         self._at[:] = array(self._at.format, where)
         if links is not None:
             self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
             self._bounds[:, SCALE] = [0.0 if link is None else link.scale for link in links]
         may_be_same, count = self._may_be_same(), len(where)
         self._kept = self._rooms.pop() if self._rooms else self._more_rooms()
-        unusual = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at, self._kept[1])
-        found, self._verdicts = self._found.tolist(), self._found[:count].copy()
-        self._judged = [*found[:count]]
-        if links is not None:
-            self._judged = [None if link is None else one for link, one in zip(links, found, strict=False)]
-        return not unusual, may_be_same and self._same(found[count:])
+        found = self._run(2 * count if may_be_same else count, self._before_at, self._seen_at, self._kept[1])
+        self._verdicts = self._found[:count].copy()
+        return not found % CHANGED, may_be_same and self._same(found)
 
     def factors(self) -> Sums:
         """Of each gradient: the factor of its only pass, and the residual, (parameters, 2)."""
@@ -130,8 +129,10 @@ class Looks:
 
     def verdict(self, place: int) -> Verdict | None:
         """How its only pass explains a gradient, if that is known."""
-        found = self._judged[place]
-        return None if found is None else Verdict([found[0]], found[1], bool(found[2]), bool(found[3]))
+        if self._looked is not None or (self._links is not None and self._links[place] is None):
+            return None
+        factor, residual, explained, determined = self._verdicts[place].tolist()
+        return Verdict([factor], residual, bool(explained), bool(determined))
 
     def seen(self, place: int) -> Looked:
         """What a gradient looked like before the update."""
@@ -188,8 +189,7 @@ class Looks:
         """Whether nothing has changed, for sure. Else each is to be asked itself: it may be rounding, or there and back."""
         if not self._may_be_same():
             return False
-        self._run(len(self._parts), self._parts_at, self._seen_at)
-        return self._same(self._found[: len(self._parts)].tolist())
+        return self._same(self._run(len(self._parts), self._parts_at, self._seen_at))
 
     def hand_out(self) -> None:
         """Let each ledger know what was remembered."""
@@ -226,11 +226,10 @@ class Looks:
                 return None
         return found
 
-    def _same(self, found: list[list[float]]) -> bool:
-        """Whether the parts that were just compared are what they were. found: their sums."""
-        for *_, rest in found:
-            if rest != 0:
-                return self._ask_each()
+    def _same(self, found: int) -> bool:
+        """Whether the parts that were just compared are what they were. found: what the loop gave."""
+        if found >= CHANGED:
+            return self._ask_each()
         self._turn += 1
         return True
 
@@ -240,8 +239,8 @@ class Looks:
         return False
 
     def _run(self, count: int, told: int, out: int, kept: int = 0) -> int:
-        unusual: int = self._loops.looks(count, told, out, self._found_at, self._turn, torch.get_num_threads(), kept)
-        return unusual
+        found: int = self._loops.looks(count, told, out, self._found_at, self._turn, torch.get_num_threads(), kept)
+        return found
 
     def _more_rooms(self) -> tuple[list[Vector | None], int]:
         """Room for the gradients of vectors, for some updates: they are stored, so each needs its own."""
