@@ -1,6 +1,5 @@
 """Kills, damage, a full disk, two processes: the campaigns of bench/ at small scale, and what they do not reach."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import StoreExistsError, WriterError
+from dualform.store import safe
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -52,7 +52,7 @@ def training(path, **settings):
 
 def full_disk(monkeypatch, after):
     """From the n-th write on, the disk is full."""
-    written, write = 0, os.writev
+    written, write = 0, safe._written
 
     def limited(descriptor, pieces):
         nonlocal written
@@ -61,7 +61,7 @@ def full_disk(monkeypatch, after):
             raise OSError(28, "No space left on device")
         return write(descriptor, pieces)
 
-    monkeypatch.setattr("dualform.store.safe.os.writev", limited)
+    monkeypatch.setattr(safe, "_written", limited)
 
 
 @pytest.mark.parametrize("after", [30, 47, 100])

@@ -97,6 +97,9 @@ def test_what_no_product_is_above(monkeypatch, threads, dtype, absolute):
     expected = (products.abs() if absolute else products) + own[:, None] * rests[numbers]
     torch.testing.assert_close(some.bounds(queries, own, numbers, absolute=absolute), expected)
     assert some.bounds(queries, own.double(), numbers) is None
+    assert some.bounds(queries, own[:2], numbers) is None
+    assert Picked([(vectors, None)]).bounds(queries, own, numbers) is None
+    assert Picked([(vectors, None)], rests[:49]).bounds(queries, own, numbers) is None
     assert Picked([(vectors, None)], rests.double()).bounds(queries, own, numbers) is None
     monkeypatch.setattr(picked, "kernels", lambda: None)
     assert some.bounds(queries, own, numbers) is None

@@ -19,7 +19,7 @@ def test_the_highest_of_each_group(scores, groups, k):
     found = highest(torch.tensor([scores], dtype=torch.float32), codes if groups > 1 else None, groups, k)
     assert found.ordered().shape == (groups, k)
     last = found.ordered()[:, -1].tolist()
-    assert found.least().tolist() == [-torch.inf if place < 0 else scores[place] for place in last]
+    assert found.least.equal(torch.tensor([-torch.inf if place < 0 else scores[place] for place in last]))
     assert found.ascending(len(scores)).equal(found.ordered()[found.ordered() >= 0].sort().values)
     for group, (places, count) in enumerate(zip(found.ordered(), found.counts, strict=True)):
         mine = torch.nonzero(codes == group)[:, 0]
@@ -66,8 +66,10 @@ def test_what_is_no_number_comes_first_as_when_sorted():
         highest(scores, None, 1, 3).ordered()[0].tolist()
         == scores.sort(descending=True, stable=True).indices[0, :3].tolist()
     )
-    assert highest(scores, None, 1, 2).least().isnan().all()
-    assert highest(scores, None, 1, 3).least().tolist() == [torch.inf]
+    many = scores.repeat(1, 20)
+    assert highest(many, None, 1, 50).ordered()[0].equal(many.sort(descending=True, stable=True).indices[0, :50])
+    assert highest(scores, None, 1, 2).least.isnan().all()
+    assert highest(scores, None, 1, 3).least.tolist() == [torch.inf]
 
 
 @compiled
@@ -78,6 +80,10 @@ def test_bounds_that_reach():
     assert reaching(bound, None, least[:, :1]).tolist() == [1, 3]
     apart = least.repeat_interleave(3, 1)[:, ::3]  # what is needed is often a column of a table
     assert reaching(bound, codes, apart).tolist() == [1, 2, 3, 4]
+    many, which, found = bound.repeat(1, 20), codes.repeat(20), torch.arange(120).reshape(20, 6)
+    assert reaching(many, which, least).equal(found[:, 1:5].reshape(-1))  # several at once
+    assert reaching(many, None, least[:, :1]).equal(found[:, [1, 3]].reshape(-1))
+    assert reaching(many, which, least.fill_(torch.nan)).equal(torch.arange(120))
 
 
 def test_what_is_found_in_another_way(monkeypatch):

@@ -63,7 +63,7 @@ def is_direct(descriptor):
 
 
 def writing(patch, change):
-    """Let os.writev(descriptor, pieces) be change(descriptor, data, write), with all pieces in one, which begins at a block if they do."""
+    """Let os.writev(descriptor, pieces) be change(descriptor, data, write), with all pieces in one that begins at a block."""
     patch.setattr(os, "writev", lambda descriptor, pieces: change(descriptor, joined(pieces), os.write))
 
 
@@ -252,11 +252,36 @@ def test_whole_blocks_are_written_from_where_they_are(tmp_path, monkeypatch, way
     check(tmp_path / "crooked", {"a": [large[: 33 * BLOCK + 8], large[: 99 * BLOCK]], "b": [large[8:]]})
 
 
-def test_nothing_is_copied_that_is_of_whole_blocks_and_all_of_it_goes_in_one_call(tmp_path, direct, monkeypatch):
+@pytest.fixture
+def calls(direct, monkeypatch):
+    """The calls that were made: where their pieces are in memory, how long they are, and whether they went directly."""
+    monkeypatch.undo()  # writes as they are
+    found, write = [], os.writev
+
+    def noted(descriptor, pieces):
+        count = write(descriptor, pieces)  # an error is not hidden: nothing is noted
+        places = [np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces]
+        found.append((places, [len(piece) for piece in pieces], is_direct(descriptor)))
+        return count
+
+    monkeypatch.setattr(os, "writev", noted)
+    return found
+
+
+def test_nothing_is_copied_that_is_of_whole_blocks_and_all_of_it_goes_in_one_call(tmp_path, calls, monkeypatch):
     monkeypatch.setattr(safe, "STAGE", 16 * BLOCK)
     large = aligned(2 * DIRECT_FROM)
     check(tmp_path / "file", {"a": [large, large[:DIRECT_FROM]], "b": [noise((5,))]})
-    assert direct == [len(large) + DIRECT_FROM]
+    here, *others = calls
+    assert here == ([large.ctypes.data] * 2, [len(large), DIRECT_FROM], True)
+    assert not any(directly for *_, directly in others)
+
+
+def test_so_many_pieces_that_one_call_does_not_take_them(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(safe, "JOINED", 1)
+    large = aligned(1100 * BLOCK)  # systems take 1024 at a time
+    check(tmp_path / "file", {"a": np.split(large, 1100), "b": [noise((5,))]})
+    assert [(len(sizes), directly) for _, sizes, directly in calls[:3]] == [(512, True), (512, True), (76, True)]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])

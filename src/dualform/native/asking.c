@@ -268,7 +268,7 @@ static int guess_least(const Highest *all, int64_t n) {
 
 /* The k highest of n scores in each group, in any order, as their standing, whose low half is 2³² − 1 − place: in held
    (groups, 2k), of which the first counts[group] ≤ k are then filled. codes (n): the group of each; NULL: there is one.
-   least (groups): memory to work in. Of all three there are as many as threads. n < 2³². */
+   least (groups): the k-th score, or −∞ where there are fewer. Of all three there are as many as threads, to work in. n < 2³². */
 void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const int32_t *codes, uint64_t *held, int64_t *counts,
              float *least, int64_t threads) {
     Highest all = {groups, k, 1, scores, codes, held, counts, least};
@@ -288,7 +288,12 @@ void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const in
             }
             enough = enough && (counts[group] == k || least[group] == -INFINITY);
         }
-        if (enough || !guessed) return;
+        if (enough || !guessed) break;
+    }
+    for (int64_t group = 0; group < groups; group++) {
+        uint64_t lowest = UINT64_MAX;
+        for (int64_t i = 0; i < counts[group]; i++) lowest = held[group * 2 * k + i] < lowest ? held[group * 2 * k + i] : lowest;
+        least[group] = counts[group] < k ? -INFINITY : scores[UINT32_MAX - (uint32_t)lowest];
     }
 }
 

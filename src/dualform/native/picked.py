@@ -28,7 +28,8 @@ class Picked:
         self._rests = rests
         every = [one for table in self._tables for one in table if one is not None]
         kinds = {vectors.dtype for vectors, _ in self._tables}
-        known = len(kinds) == 1 and kinds <= set(KINDS) and (rests is None or is_plain(rests))
+        known = len(kinds) == 1 and kinds <= set(KINDS)
+        known = known and (rests is None or (is_plain(rests) and len(rests) == self._ends[-1]))
         self._kind = KINDS.index(kinds.pop()) if known and all(one.is_contiguous() for one in every) else None
 
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor | None:
@@ -37,7 +38,9 @@ class Picked:
 
     def bounds(self, queries: Tensor, own: Tensor, numbers: Tensor, *, absolute: bool = False) -> Tensor | None:
         """What none of these products, or of their sizes, is above. own: (m,), how much is not seen of each query."""
-        return self._found(queries, numbers, own.contiguous(), absolute) if is_plain(own) else None
+        if self._rests is None or len(own) != len(queries) or not is_plain(own):
+            return None
+        return self._found(queries, numbers, own, absolute)
 
     def _found(self, queries: Tensor, numbers: Tensor, own: Tensor | None, absolute: bool) -> Tensor | None:
         loops, (m, d), n = kernels(), queries.shape, len(numbers)

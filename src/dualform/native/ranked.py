@@ -12,7 +12,7 @@ from dualform.native.kernels import is_plain, kernels
 
 HELD = 1 << 16
 """So many places at most are wanted of all groups together: they stay in the cache."""
-LAST, SIGN = 2**32 - 1, 2**31
+LAST = 2**32 - 1
 
 
 class Highest(NamedTuple):
@@ -22,6 +22,8 @@ class Highest(NamedTuple):
     """(groups, k), in any order; of a group that has fewer, the last are 0."""
     counts: list[int]
     """How many there are of each group."""
+    least: Tensor
+    """The k-th best score of each group, (groups,); −∞: it has fewer."""
 
     def ordered(self) -> Tensor:
         """Their places, (groups, k), best first, ties to the lower place; of a group that has fewer, the last are −1."""
@@ -33,13 +35,6 @@ class Highest(NamedTuple):
         out = np.empty(standings.size, np.int64)
         places = standings.ctypes.data, len(bits), bits.ctypes.data, out.ctypes.data
         return torch.from_numpy(out[: kernels().ascending(standings.size, *places)])
-
-    def least(self) -> Tensor:
-        """The k-th best score of each group, (groups,); −∞: it has fewer."""
-        lowest = self.standings.min(1)
-        half = (lowest >> 32).astype(np.uint32)
-        found = np.where(half >> 31, half ^ SIGN, ~half).view(np.float32)
-        return torch.from_numpy(np.where(lowest == 0, np.float32(-np.inf), found))
 
     def _places(self, standings: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
         places: np.ndarray[Any, np.dtype[np.int64]] = LAST - (standings & LAST).astype(np.int64)
@@ -64,7 +59,7 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> Highes
     best, found = held[0, :, :k], counts[0].tolist()
     for group, count in enumerate(found):
         best[group, count:] = 0  # no score stands there: the last place of all is none
-    return Highest(best, found)
+    return Highest(best, found, torch.from_numpy(least[0]))
 
 
 def reaching(bound: Tensor, codes: Tensor | None, least: Tensor, without: Tensor | None = None) -> Tensor | None:
@@ -76,7 +71,7 @@ def reaching(bound: Tensor, codes: Tensor | None, least: Tensor, without: Tensor
     if loops is None or not _fit(bound, codes) or not _fit(least, None):
         return None
     out, room = np.empty(n, np.int64), np.empty((threads, 2), np.int64)
-    left, skipped = (0, None) if without is None else (len(without), without.contiguous())
+    left, skipped = (0, None) if without is None else (len(without), without.long().contiguous())
     scores = bound.data_ptr(), None if codes is None else codes.data_ptr(), least.data_ptr()
     rooms = None if skipped is None else skipped.data_ptr(), out.ctypes.data, room.ctypes.data
     return torch.from_numpy(out[: loops.reaching(n, least.shape[1], *scores, left, *rooms, threads)])

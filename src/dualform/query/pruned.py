@@ -73,6 +73,14 @@ class Members:
     """From some numbers (m,) to how many slots each has, (m,), and all these slots, one's after the other's, ascending."""
 
     @cached_property
+    def _count_up(self) -> bool:
+        return self.visits is not None or bool((self.numbers == torch.arange(len(self.numbers))).all())
+
+    def named(self, places: Tensor) -> Tensor:
+        """The numbers of some places: mostly the same, for most of the time everything takes part."""
+        return places if self._count_up else self.numbers[places]
+
+    @cached_property
     def by_group(self) -> list[Tensor]:
         """The places of each group, ascending."""
         return self.grouped(torch.arange(len(self.numbers)))
@@ -106,7 +114,7 @@ class Wanted:
 
     def best(self, places: Tensor, scores: Tensor) -> list[Best]:
         """The best of each group among all that there are to be seen. scores: (queries, n); places ascend."""
-        ranked, numbers = ranked_by(scores, self.way), self.members.numbers[places]
+        ranked, numbers = ranked_by(scores, self.way), self.members.named(places)
         found = self._highest(ranked, places, self.k)
         if found is None:
             bests = self.nothing(len(scores), scores.dtype)
@@ -124,7 +132,7 @@ class Wanted:
         ranked = ranked_by(scores, self.way)
         found = self._highest(ranked, places, self.k)
         groups = self.members.grouped(places) if found is None else _apart(found)
-        self._add(bests, groups, ranked, self.members.numbers[places], scores)
+        self._add(bests, groups, ranked, self.members.named(places), scores)
 
     def _add(self, bests: list[Best], groups: list[Tensor], ranked: Tensor, numbers: Tensor, scores: Tensor) -> None:
         for best, mine in zip(bests, groups, strict=True):
@@ -138,7 +146,7 @@ class Wanted:
         found = self._highest(ranked, places, self.k)
         if found is not None:
             if self.members.visits is None:
-                return found.least()[None]
+                return found.least[None]
             order = found.ordered()
             return self.kth(ranked[0][order].masked_fill_(order < 0, -torch.inf), places[order])[None]
         least = []

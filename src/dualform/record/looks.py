@@ -73,7 +73,8 @@ class Looks:
         self._kept: tuple[list[Vector | None], int] = ([], 0)
         self._settings: Sequence[Mapping[str, float]] | None = None
         """Those that the walks are told."""
-        self._links: Sequence[Link | None] | None = None
+        self._unknown: list[bool] | None = None
+        """Of which gradients there was no single pass to compare them with; None: there was one of each."""
         self._verdicts = self._found[:0]
         """Of the gradients that were last looked at."""
         self._looked: list[Looked | None] | None = None
@@ -108,7 +109,7 @@ class Looks:
             pairs = zip(self.ledgers, gradients, strict=True)
             self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
             return False, self.unchanged()
-        self._looked, self._links = None, links
+        self._looked, self._unknown = None, None if links is None else [link is None for link in links]
         self._at[:] = array(self._at.format, where)
         if links is not None:
             self._gradients[:, KNOWN] = [0 if link is None else link.at or address(link.added) for link in links]
@@ -129,7 +130,7 @@ class Looks:
 
     def verdict(self, place: int) -> Verdict | None:
         """How its only pass explains a gradient, if that is known."""
-        if self._looked is not None or (self._links is not None and self._links[place] is None):
+        if self._looked is not None or (self._unknown is not None and self._unknown[place]):
             return None
         factor, residual, explained, determined = self._verdicts[place].tolist()
         return Verdict([factor], residual, bool(explained), bool(determined))
