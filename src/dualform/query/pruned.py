@@ -19,8 +19,9 @@ from dualform.native.ranked import Highest, highest, reaching
 from dualform.query.ranking import Best, Way, ranked_by
 
 Places = Tensor | slice
-AHEAD = 1.25
-"""A first look at so many slots for each one wanted, those that look best, shows which scores are needed."""
+AHEAD, AHEAD_OF_KEYS = 1.25, 2
+"""A first look at so many slots for each one wanted, those that look best, shows which scores are needed; at more keys where they stand for
+several slots each, of which nobody knows beforehand how many."""
 AT_ONCE = 1 << 22
 """Up to so many bounds, of all queries and slots, are computed at once."""
 QUERIES = 256
@@ -192,7 +193,8 @@ class Wanted:
 
     def looking_best(self, guess: Tensor, places: Places) -> Tensor:
         """Which of some slots to look at first, ascending. guess: (queries, n); places: of these n, or of all slots."""
-        count = int(AHEAD * self.k / self.members.typical_visits) + 1
+        ahead = AHEAD if self.members.visits is None else AHEAD_OF_KEYS
+        count = int(ahead * self.k / self.members.typical_visits) + 1
         chosen = self._highest(guess, places, count)
         if chosen is not None:
             return chosen.ascending(guess.shape[1])
