@@ -101,7 +101,7 @@ def network(settings: Settings) -> nn.Sequential:
     return two_hidden(64, settings.width, CLASSES, settings.seed)
 
 
-def prepare(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Run:  # noqa: B008
+def prepare(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Run:
     """Train with recording. A recording that is in the folder is replaced."""
     digits, model = load(settings), network(settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr)
