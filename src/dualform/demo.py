@@ -94,7 +94,7 @@ class Demo:
         }
 
 
-def run(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Demo:  # noqa: B008
+def run(folder: Path, settings: Settings = Settings(), progress: Progress | None = None) -> Demo:
     """Train with recording, verify, explain. A recording of an earlier demo in the folder is replaced."""
     with _one_thread():
         digits = load(settings)
