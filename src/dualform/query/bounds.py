@@ -54,7 +54,7 @@ class Seen:
         """known: the sketch of all vectors, or the fine one, which is made when it is first needed. picked: the vectors again."""
         self.queries, self._known, self._numbers, self._gather, self._picked = queries, known, numbers, gather, picked
         # as many need not be the same: an epoch has as many slots as there are keys, in another order
-        self._in_order = _counts_up(numbers)
+        self._in_order = counts_up(numbers)
         self._own: dict[bool, Glimpse] = {}
         # of few dimensions, a sketch shows all; of very many vectors, a fine one has no more room than the first
         self._finer = queries.shape[1] > DIRECTIONS and len(numbers) <= FINE_BYTES // (4 * DIRECTIONS)
@@ -132,7 +132,7 @@ class Seen:
         return found
 
 
-def _counts_up(numbers: Tensor) -> bool:
+def counts_up(numbers: Tensor) -> bool:
     """Whether they are 0, 1, 2, …"""
     some = numbers.numpy()
     return not len(some) or bool(some[0] == 0 and some[-1] == len(some) - 1 and (some[1:] > some[:-1]).all())

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dualform.native.ranked import Highest, highest, reaching
+from dualform.query.bounds import counts_up
 from dualform.query.ranking import Best, Way, ranked_by
 
 Places = Tensor | slice
@@ -75,7 +76,7 @@ class Members:
 
     @cached_property
     def _count_up(self) -> bool:
-        return self.visits is not None or bool((self.numbers == torch.arange(len(self.numbers))).all())
+        return self.visits is not None or counts_up(self.numbers)
 
     def named(self, places: Tensor) -> Tensor:
         """The numbers of some places: mostly the same, for most of the time everything takes part."""
