@@ -31,7 +31,7 @@ NAMES = {
 }  # fmt: skip
 
 BLOCK = 4096  # direct writes start and end at multiples of it, in memory and in the file
-STAGE = 4 << 20  # one write
+STAGE = 4 << 20  # so much is copied, at most, before it is written
 HOT = 256 << 10  # copied and summed at a time; fits into a core's own cache
 JOINED = 64 << 10  # small pieces are joined to this first: a call for each would cost more than their bytes
 DIRECT_FROM = 1 << 20  # smaller files are written the ordinary way
@@ -107,7 +107,7 @@ class _Stage:
         return total.hexdigest()
 
     def _straight(self, data: Array, total: xxhash.xxh3_64) -> Array:
-        """Write and sum the whole blocks that a piece begins with, from where they are; gives the rest."""
+        """Sum the whole blocks that a piece begins with, which wait to be written from where they are; gives the rest."""
         whole = len(data) // BLOCK * BLOCK
         if not (self._direct and whole) or self._used % BLOCK or data.ctypes.data % BLOCK:
             return data
