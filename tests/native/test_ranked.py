@@ -45,6 +45,20 @@ def test_many_scores_and_few_are_wanted(threads, k):
 
 
 @compiled
+@pytest.mark.parametrize("count", [3_000, 15_000, 60_000])
+def test_many_of_many_groups(threads, count):
+    """Groups are put together in turns: few scores of one part, many of several."""
+    generator = torch.Generator().manual_seed(3)
+    scores, codes = torch.randn(1, count, generator=generator), torch.randint(10, (count,), generator=generator).int()
+    found = highest(scores, codes, 10, 400)
+    for group, (places, many) in enumerate(zip(found.ordered(), found.counts, strict=True)):
+        mine = torch.nonzero(codes == group)[:, 0]
+        expected = mine[scores[0, mine].sort(descending=True, stable=True).indices[:400]]
+        assert places[:many].equal(expected)
+        assert found.least[group] == (scores[0, expected[-1]] if len(mine) >= 400 else -torch.inf)
+
+
+@compiled
 @pytest.mark.parametrize("groups", [1, 7, 16, 17])
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65, 4095, 4097, 100_003])
 def test_bounds_that_reach_and_some_are_left_out(threads, count, groups):

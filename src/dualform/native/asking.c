@@ -10,6 +10,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 enum { FLOAT32, FLOAT16, BFLOAT16 }; /* as in native/picked.py */
 enum { PASSED = 4096 }; /* so many scores are compared with what is needed at a time */
 enum { SAMPLED = 16 }; /* one score in so many is looked at first, to see which are high: as many in a row, which lie in one line of memory */
+enum { TURN = 128 }; /* so many vectors a thread takes at a time */
 enum { AHEAD = 4, BYTES_AHEAD = 4096 }; /* so many vectors before it is needed, and so many bytes, the processor is told of one */
 
 /* sums += LANES stored numbers × scale × y */
@@ -114,7 +115,7 @@ int picked(int64_t n, int64_t t, int64_t d, int64_t m, int64_t kind, const int64
            const char *const *tables, const int16_t *const *exponents, const float *queries, const float *own, const float *rests,
            int64_t absolute, float *out, int64_t threads) {
     Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, own, rests, out, absolute != 0, 0};
-    in_parts(some_picked, &all, n, n * d < WORTH ? 1 : threads);
+    in_turns(some_picked, &all, n, TURN, n * d < WORTH ? 1 : threads);
     return all.missing;
 }
 
@@ -205,7 +206,7 @@ static void flag(int64_t n, const float *bound, const int32_t *codes, const floa
 }
 
 typedef struct {
-    int64_t groups, k, stride;
+    int64_t groups, k, stride, parts;
     const float *scores;
     const int32_t *codes;
     uint64_t *held;
@@ -240,13 +241,36 @@ static void scan(const Highest *h, int64_t low, int64_t high, uint64_t *held, in
             for (uint64_t bits = high_enough[word]; bits; bits &= bits - 1)
                 offer(h, i + word * 64 + __builtin_ctzll(bits), held, counts, least);
     }
-    for (int64_t group = 0; group < h->groups; group++)
-        if (counts[group] > h->k) keep_highest(held + group * 2 * h->k, counts + group, h->k);
 }
 
+static void keep_each(int64_t groups, int64_t k, uint64_t *held, int64_t *counts) {
+    for (int64_t group = 0; group < groups; group++)
+        if (counts[group] > k) keep_highest(held + group * 2 * k, counts + group, k);
+}
+
+/* Of a part of the scores. Those of several parts are k at most, so that two of them fit into one. */
 static void some_highest(void *what, int64_t low, int64_t high, int part) {
     const Highest *h = what;
-    scan(h, low, high, h->held + part * h->groups * 2 * h->k, h->counts + part * h->groups, h->least + part * h->groups);
+    uint64_t *held = h->held + part * h->groups * 2 * h->k;
+    int64_t *counts = h->counts + part * h->groups;
+    scan(h, low, high, held, counts, h->least + part * h->groups);
+    if (h->parts > 1) keep_each(h->groups, h->k, held, counts);
+}
+
+/* Of some groups, what all parts have found comes together in the first. */
+static void some_joined(void *what, int64_t low, int64_t high, int part) {
+    const Highest *h = what;
+    (void)part;
+    for (int64_t group = low; group < high; group++) {
+        uint64_t *mine = h->held + group * 2 * h->k;
+        for (int64_t other = 1; other < h->parts; other++) {
+            const int64_t more = h->counts[other * h->groups + group];
+            memcpy(mine + h->counts[group], h->held + (other * h->groups + group) * 2 * h->k, sizeof *mine * (size_t)more);
+            h->counts[group] += more;
+            if (h->counts[group] > h->k) keep_highest(mine, h->counts + group, h->k);
+        }
+        if (h->counts[group] > h->k) keep_highest(mine, h->counts + group, h->k);
+    }
 }
 
 /* What about twice as many as wanted reach, as far as one score in SAMPLED tells: if enough do, nothing below is of interest. Gives
@@ -259,6 +283,7 @@ static int guess_least(const Highest *all, int64_t n) {
     few.stride = SAMPLED;
     for (int64_t group = 0; group < all->groups; group++) all->counts[group] = 0, all->least[group] = -INFINITY;
     scan(&few, 0, n, all->held, all->counts, all->least);
+    keep_each(few.groups, wanted, all->held, all->counts);
     for (int64_t group = 0; group < all->groups; group++) {
         const uint64_t *mine = all->held + group * 2 * wanted;
         all->least[group] = all->counts[group] < wanted ? -INFINITY : all->scores[UINT32_MAX - (uint32_t)mine[wanted - 1]];
@@ -271,23 +296,15 @@ static int guess_least(const Highest *all, int64_t n) {
    least (groups): the k-th score, or −∞ where there are fewer. Of all three there are as many as threads, to work in. n < 2³². */
 void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const int32_t *codes, uint64_t *held, int64_t *counts,
              float *least, int64_t threads) {
-    Highest all = {groups, k, 1, scores, codes, held, counts, least};
     const int64_t parts = n < WORTH / 4 ? 1 : threads;
+    Highest all = {groups, k, 1, parts, scores, codes, held, counts, least};
     for (int guessed = n >= WORTH / 4 && guess_least(&all, n);; guessed = 0) {
         for (int64_t i = 0; i < groups * parts; i++) least[i] = guessed ? least[i % groups] : -INFINITY;
         memset(counts, 0, sizeof *counts * (size_t)(groups * parts));
         in_parts(some_highest, &all, n, parts);
+        in_turns(some_joined, &all, groups, 1, groups * k < WORTH / 64 ? 1 : threads);
         int enough = 1;
-        for (int64_t group = 0; group < groups; group++) {
-            uint64_t *mine = held + group * 2 * k;
-            for (int64_t part = 1; part < parts; part++) {
-                const int64_t more = counts[part * groups + group];
-                memcpy(mine + counts[group], held + (part * groups + group) * 2 * k, sizeof *held * (size_t)more);
-                counts[group] += more;
-                if (counts[group] > k) keep_highest(mine, counts + group, k);
-            }
-            enough = enough && (counts[group] == k || least[group] == -INFINITY);
-        }
+        for (int64_t group = 0; group < groups; group++) enough = enough && (counts[group] == k || least[group] == -INFINITY);
         if (enough || !guessed) break;
     }
     for (int64_t group = 0; group < groups; group++) {

@@ -94,4 +94,26 @@ static void in_parts(Work *work, void *what, int64_t count, int64_t threads) {
 }
 #endif
 
+/* The same where some things take longer than others: a thread that is done with its stretch takes the next one. */
+typedef struct {
+    Work *work;
+    void *what;
+    int64_t count, stretch, next;
+} Turns;
+
+static void take_turns(void *given, int64_t low, int64_t high, int part) {
+    Turns *turns = given;
+    (void)low, (void)high;
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&turns->next, turns->stretch, __ATOMIC_RELAXED);
+        if (first >= turns->count) return;
+        turns->work(turns->what, first, turns->count - first < turns->stretch ? turns->count : first + turns->stretch, part);
+    }
+}
+
+static inline void in_turns(Work *work, void *what, int64_t count, int64_t stretch, int64_t threads) {
+    Turns turns = {work, what, count, stretch, 0};
+    in_parts(take_turns, &turns, threads, threads);
+}
+
 enum { WORTH = 1 << 16 }; /* so many products are worth a second thread */

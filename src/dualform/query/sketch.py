@@ -29,7 +29,7 @@ STRETCH = 1 << 15
 ROUNDING = 1 / 64
 """A rest counts as at least this part of the vector: its square is more than a product of 4000 numbers is ever rounded by."""
 COMPACT_ROUNDING = 1 / 16
-"""The same where coordinates are kept in bfloat16, whose 8 bits are off by 2⁻⁹ at most."""
+"""The same where coordinates are kept in bfloat16, whose 8 bits are off by 2⁻⁸ / (1 + 2⁻⁸) at most: the square is just above."""
 SMALLEST = 1e-15
 """No rest is shorter: squares of smaller numbers vanish in float32."""
 

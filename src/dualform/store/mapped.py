@@ -12,13 +12,16 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError
 from dualform.store.checked import Bytes, CheckedFile
 from dualform.store.format import File
+from dualform.store.heap import in_large_pages
 
 
 class TensorFile(CheckedFile[Tensor]):
     """Its tensors."""
 
-    def __init__(self, path: Path, file: File):
+    def __init__(self, path: Path, file: File, *, large_pages: bool = False):
+        """large_pages: see store/heap.py."""
         super().__init__(path, file)
+        self._large_pages = large_pages
         try:
             self._file = safe_open(path, "pt")
             self._sums = self._file.metadata() or {}  # type: ignore[no-untyped-call]
@@ -34,6 +37,8 @@ class TensorFile(CheckedFile[Tensor]):
 
     def _mapped(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        if self._large_pages:
+            in_large_pages(tensor)
         return tensor
 
     @staticmethod

@@ -26,7 +26,7 @@ from dualform.store.format import (
     Manifest,
     chunk_name,
 )
-from dualform.store.heap import give_back
+from dualform.store.heap import give_back, memory
 from dualform.store.mapped import TensorFile
 from dualform.store.moments import Moments
 from dualform.store.sealed import Sealed
@@ -35,6 +35,8 @@ from dualform.store.slots import Ints, SlotChunk
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
+FITS = 4
+"""A store that takes at most the fourth part of the machine's memory stays there."""
 WHOLE = 1 << 20
 """A table of so many rows is read as a whole."""
 
@@ -54,6 +56,11 @@ class Store(Sealed):
         self._read_rows: dict[int, pl.DataFrame] = {}
         self._parts = Moments()
         self._shared: dict[str, bool] = {}
+
+    @cached_property
+    def _fits(self) -> bool:
+        """Whether all of it may stay in memory, once it has been read."""
+        return FITS * self.nbytes <= memory()
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -304,7 +311,7 @@ class Store(Sealed):
 
     def _file(self, path: Path, file: File) -> TensorFile:
         if path not in self._tensors:
-            self._tensors[path] = TensorFile(path, file)
+            self._tensors[path] = TensorFile(path, file, large_pages=self._fits)
         return self._tensors[path]
 
     def _table(self, number: int, name: str) -> pl.DataFrame:
