@@ -1,6 +1,7 @@
 """Measuring side by side in one run: ours, peers and limits take turns; what counts is the median of their ratios.
 
-Time is that of the processor, of all threads together: what else happens on the machine does not count. The clock is kept beside it.
+Time is by the clock, as one who asks waits for it. That of the processor, of all threads together, is kept beside it: what else happens on
+the machine does not count there, but threads that wait for others do, since PyTorch's keep running for a while.
 A row of the table is kept in bench/results.json under its name, with the machine, the versions and the number of threads.
 """
 
@@ -79,8 +80,8 @@ def compare(
     """
     others = {**(peers or {}), **(limits or {})}
     kinds = {name: "peer" if name in (peers or {}) else "limit" for name in others}
-    taken: dict[str, list[float]] = {name: [] for name in ("ours", *others)}
-    clock: dict[str, list[float]] = {name: [] for name in taken}
+    clock: dict[str, list[float]] = {name: [] for name in ("ours", *others)}
+    processor: dict[str, list[float]] = {name: [] for name in clock}
     for number in range(rounds + 1):
         # To and fro: who comes after a walk through gigabytes finds the caches empty
         turns = list({"ours": ours, **others}.items())
@@ -89,14 +90,21 @@ def compare(
             began, used = time.perf_counter(), time.process_time()
             some()
             if number:
-                taken[name].append((time.process_time() - used) * (times or {}).get(name, 1))
-                clock[name].append(time.perf_counter() - began)
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(taken["ours"], taken[name], strict=True)) for name in others
-    }
-    seconds = {name: statistics.median(times) for name, times in taken.items()}
-    clocks = {"seconds by the clock": {name: statistics.median(times) for name, times in clock.items()}}
-    return keep(Row(work, command, seconds, ratios, kinds, bars or [], rounds, {**(notes or {}), **clocks}))
+                counted = (times or {}).get(name, 1)
+                clock[name].append((time.perf_counter() - began) * counted)
+                processor[name].append((time.process_time() - used) * counted)
+    (seconds, ratios), beside = _medians(clock), _medians(processor)
+    both = {"of the processor": {"seconds": beside[0], "ratios": beside[1]}}
+    return keep(Row(work, command, seconds, ratios, kinds, bars or [], rounds, {**(notes or {}), **both}))
+
+
+def _medians(taken: Mapping[str, list[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the seconds of each, and of ours / each other."""
+    pairs = {name: zip(taken["ours"], its, strict=True) for name, its in taken.items() if name != "ours"}
+    return (
+        {name: statistics.median(its) for name, its in taken.items()},
+        {name: statistics.median(a / b for a, b in both) for name, both in pairs.items()},
+    )
 
 
 def keep(row: Row) -> Row:
