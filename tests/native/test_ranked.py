@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dualform.native import ranked
 from dualform.native.kernels import kernels
-from dualform.native.ranked import highest, reaching
+from dualform.native.ranked import highest, joined, reaching
 from reference import ranking
 
 compiled = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -71,6 +71,19 @@ def test_bounds_that_reach_and_some_are_left_out(threads, count, groups):
         expected = passed.clone()
         expected[without] = False
         assert reaching(bound, codes, least, without).equal(torch.nonzero(expected)[:, 0])
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("chosen", [[], [0], [0, 1, 2, 3, 4], [1, 3], [2, 3, 4], [4]])
+def test_two_lists_as_one(queries, chosen, monkeypatch):
+    places, scores = torch.tensor([2, 3, 5, 8, 9]), torch.randn(queries, 5)
+    one = torch.zeros(5, dtype=torch.bool)
+    one[chosen] = True
+    for _ in range(2):  # in C, if there is one query, and without
+        found, its = joined((places[one], scores[:, one]), (places[~one], scores[:, ~one]))
+        assert found.equal(places)
+        assert its.equal(scores)
+        monkeypatch.setattr(ranked, "kernels", lambda: None)
 
 
 @compiled

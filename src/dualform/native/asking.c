@@ -327,6 +327,18 @@ int64_t ascending(int64_t n, const uint64_t *standings, int64_t words, uint64_t 
     return count;
 }
 
+/* Two lists of places that ascend, of n and m, with a score each, as one, out and found (n + m). No place is in both. */
+void joined(int64_t n, const int64_t *places, const float *scores, int64_t m, const int64_t *others, const float *theirs, int64_t *out,
+            float *found) {
+    for (int64_t i = 0, j = 0; i < n || j < m;) {
+        const int first = j == m || (i < n && places[i] < others[j]);
+        *out++ = first ? places[i] : others[j];
+        *found++ = first ? scores[i] : theirs[j];
+        i += first;
+        j += !first;
+    }
+}
+
 typedef struct {
     int64_t groups, left;
     const float *bound, *least;

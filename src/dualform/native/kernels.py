@@ -24,6 +24,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 7 + [COUNT, POINTER, COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
     "reaching": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] + [POINTER] * 3 + [COUNT], COUNT),
+    "joined": (ctypes.CDLL, [COUNT, POINTER, POINTER] * 2 + [POINTER] * 2, None),
     "ascending": (ctypes.CDLL, [COUNT, POINTER, COUNT, POINTER, POINTER], COUNT),
     "named": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3, None),
     "numbered": (ctypes.CDLL, [COUNT] + [POINTER] * 2 + [COUNT] * 3 + [POINTER] * 2, COUNT),

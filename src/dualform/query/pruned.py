@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dualform.native.ranked import Highest, highest, reaching
+from dualform.native.ranked import Highest, highest, joined, reaching
 from dualform.query.bounds import counts_up
 from dualform.query.ranking import Best, Way, ranked_by
 
@@ -259,10 +259,7 @@ def _at_once(bounds: Bounds, queries: slice, wanted: Wanted) -> list[Best] | Non
     places = _finer(bounds, queries, wanted.reach(bound, everything, least, looked), wanted, least)
     if len(places) + len(looked) > DENSE * total:
         return None
-    scores = torch.cat([known, bounds.exact(queries, places)], 1)
-    places = torch.cat([looked, places])
-    order = torch.from_numpy(np.argsort(places.numpy(), kind="stable"))  # two that ascend: in linear time
-    return wanted.best(places[order], scores[:, order])
+    return wanted.best(*joined((looked, known), (places, bounds.exact(queries, places))))
 
 
 def _in_tiles(bounds: Bounds, queries: slice, wanted: Wanted, longest: Tensor, dtype: torch.dtype) -> list[Best] | None:
