@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.store.heap import LARGE_PAGE, in_large_pages
+
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
@@ -231,11 +233,14 @@ class Pool:
 
 
 def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory that begins at a page, so that it can be written to the disk as it is."""
+    """Memory that begins at a page, so that it can be written to the disk as it is; a large one if it is worth it."""
     size = rows * columns * dtype.itemsize
-    memory = torch.empty(size + PAGE, dtype=torch.uint8)
-    skip = -memory.data_ptr() % PAGE
-    return memory[skip : skip + size].view(dtype).view(rows, columns)
+    page = LARGE_PAGE if size >= LARGE_PAGE else PAGE
+    memory = torch.empty(size + page, dtype=torch.uint8)
+    skip = -memory.data_ptr() % page
+    found = memory[skip : skip + size]
+    in_large_pages(found)
+    return found.view(dtype).view(rows, columns)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ would seem to need more and more.
 
 Vectors that are picked out of gigabytes lie in as many pages of 4 KB, and to find each of these takes the processor as long as to read it.
 Linux can map files by pages of 2 MB, and reads as much at a time then: for stores that fit into memory, where nothing is read twice.
+And what goes to the disk from where it is takes Linux less time if it lies in few pages.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def memory() -> int:
 
 
 def in_large_pages(array: Tensor) -> None:
-    """Ask the system to map an array, which nobody has read yet, by large pages; where it cannot, nothing happens."""
+    """Ask the system to map an array, which nobody has touched yet, by large pages; where it cannot, nothing happens."""
     advise, wanted = _system("madvise"), getattr(mmap, "MADV_HUGEPAGE", None)
     if advise is None or wanted is None or array.nbytes < LARGE_PAGE:
         return
