@@ -47,7 +47,7 @@ def test_many_scores_and_few_are_wanted(threads, k):
 @compiled
 @pytest.mark.parametrize("count", [3_000, 15_000, 60_000])
 def test_many_of_many_groups(threads, count):
-    """Groups are put together in turns: few scores of one part, many of several."""
+    """Fewer than are wanted; groups that are cut in turns, from one part or from several."""
     generator = torch.Generator().manual_seed(3)
     scores, codes = torch.randn(1, count, generator=generator), torch.randint(10, (count,), generator=generator).int()
     found = highest(scores, codes, 10, 400)
@@ -83,6 +83,11 @@ def test_two_lists_as_one(queries, chosen, monkeypatch):
         found, its = joined((places[one], scores[:, one]), (places[~one], scores[:, ~one]))
         assert found.equal(places)
         assert its.equal(scores)
+        odd = torch.stack([places, places], 1)[:, 0], scores
+        for some in (odd, (places.int(), scores)):  # not as the loop has them
+            found, its = joined(some, (places[:0], scores[:, :0]))
+            assert found.equal(some[0])
+            assert its.equal(scores)
         monkeypatch.setattr(ranked, "kernels", lambda: None)
 
 

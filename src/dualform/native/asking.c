@@ -85,11 +85,19 @@ static void some_picked(void *what, int64_t low, int64_t high, int part) {
     Picked *p = what;
     const int64_t n = p->n, d = p->d, bytes = d * (p->kind == FLOAT32 ? 4 : 2), *numbers = p->numbers, *ends = p->ends;
     const int64_t ahead = bytes * AHEAD < BYTES_AHEAD ? BYTES_AHEAD / (bytes ? bytes : 1) : AHEAD;
+    int64_t table = 0;
     (void)part;
-    for (int64_t i = low, table = 0; i < high; i++) {
+    for (int64_t end = p->t; low < high && table < end;) { /* the one that holds the first, or the last */
+        const int64_t middle = table + (end - table) / 2;
+        if (ends[middle] <= numbers[low])
+            table = middle + 1;
+        else
+            end = middle;
+    }
+    for (int64_t i = low; i < high; i++) {
         const int64_t number = numbers[i], soon = i + ahead < n ? numbers[i + ahead] : number;
         if (number < 0 || !p->t || number >= ends[p->t - 1]) {
-            p->missing = 1;
+            __atomic_store_n(&p->missing, 1, __ATOMIC_RELAXED);
             return;
         }
         while (number >= ends[table]) table++;
@@ -269,7 +277,7 @@ static void some_joined(void *what, int64_t low, int64_t high, int part) {
             h->counts[group] += more;
             if (h->counts[group] > h->k) keep_highest(mine, h->counts + group, h->k);
         }
-        if (h->counts[group] > h->k) keep_highest(mine, h->counts + group, h->k);
+        if (h->parts == 1 && h->counts[group] > h->k) keep_highest(mine, h->counts + group, h->k);
     }
 }
 

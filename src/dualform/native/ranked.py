@@ -80,17 +80,15 @@ def reaching(bound: Tensor, codes: Tensor | None, least: Tensor, without: Tensor
 def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two lists of places (n,), which ascend, with the scores of each, (queries, n), as one. No place is in both."""
     loops, (places, scores), (others, theirs) = kernels(), one, other
-    if loops is None or not all(_fit(some, None) for some in (scores, theirs)):
+    fit = all(_fit(its, None) and is_plain(some, torch.int64) for some, its in (one, other))
+    if loops is None or not fit:
         places, scores = torch.cat([places, others]), torch.cat([scores, theirs], 1)
         order = torch.from_numpy(np.argsort(places.numpy(), kind="stable"))  # two that ascend: in linear time
         return places[order], scores[:, order]
     count = len(places) + len(others)
     out, found = places.new_empty(count), scores.new_empty(1, count)
-    lists = [
-        (len(some), some.data_ptr(), its.data_ptr())
-        for some, its in ((places.contiguous(), scores), (others.contiguous(), theirs))
-    ]
-    loops.joined(*lists[0], *lists[1], out.data_ptr(), found.data_ptr())
+    lists = [part for some, its in (one, other) for part in (len(some), some.data_ptr(), its.data_ptr())]
+    loops.joined(*lists, out.data_ptr(), found.data_ptr())
     return out, found
 
 
