@@ -21,6 +21,7 @@ from measure import Bar, compare, stream
 COMMAND = "python bench/top.py"
 LAYER = "2"
 OFTEN = 4
+"""So many times more rounds there are of short questions."""
 
 
 def stored(dual: dualform.Dual, layer: str) -> Iterator[Tensor]:
@@ -78,7 +79,7 @@ def many(dual: dualform.Dual, images: Tensor, rounds: int) -> None:
 
 
 def one(dual: dualform.Dual, dtype: str, image: Tensor, rounds: int) -> None:
-    """A single query, all layers for the best of every class: short questions, so there are more rounds of them."""
+    """A single query, all layers for the best of every class."""
     rounds *= OFTEN
     print(f"{dtype}: the first question reads and checks everything and makes sketches:")
     began = time.perf_counter()
@@ -121,5 +122,5 @@ if __name__ == "__main__":
         command=COMMAND,
         peers={"float32": lambda: exact.attend(images[:1])[LAYER].top(10)},
         bars=[Bar("float32", 1.1)],
-        rounds=arguments.rounds,
+        rounds=OFTEN * arguments.rounds,
     )
