@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dualform.store.encoding import PAGE, Pool, Wanted, decode, encode, encode_all
-from dualform.store.heap import LARGE_PAGE
+from dualform.store.pages import LARGE_PAGE
 
 
 def there_and_back(vectors, dtype):
@@ -148,10 +148,10 @@ def test_memory_of_a_pool_begins_at_a_page(dtype):
 @pytest.mark.parametrize(("columns", "page"), [(4096, LARGE_PAGE), (1, PAGE)])
 def test_much_memory_begins_at_a_large_page(columns, page, monkeypatch):
     asked = []
-    monkeypatch.setattr("dualform.store.encoding.in_large_pages", asked.append)
+    monkeypatch.setattr("dualform.store.encoding.in_large_pages", lambda *given: asked.append(given))
     room = Pool().take("a", 512, columns, torch.float32)
     assert room.data.data_ptr() % page == 0
-    assert asked[0].nbytes == room.slab.nbytes
+    assert asked == [(room.data.data_ptr(), room.slab.nbytes)]
 
 
 def test_a_pool_never_gives_away_memory_in_use():

@@ -1,16 +1,13 @@
 """Files that are checked as they are read, whole or stretch by stretch, as tensors and as arrays."""
 
-import sys
-from pathlib import Path
+import gc
 
 import numpy as np
 import pytest
-import torch
 
 from dualform.errors import StoreDamagedError
 from dualform.store.arrays import ArrayFile
 from dualform.store.format import File, checksum
-from dualform.store.heap import LARGE_PAGE, in_large_pages, memory
 from dualform.store.mapped import TensorFile
 from dualform.store.safe import write_tensors
 
@@ -116,39 +113,9 @@ def test_a_header_that_somebody_has_made_up_is_refused(tmp_path, kind, header):
         kind(path, File(len(head) + 64, checksum(head)))["table"]
 
 
-def flags(tensor):
-    """What the system was asked for the memory that a tensor lies in."""
-    inside, lines = False, Path("/proc/self/smaps").read_text().splitlines()
-    for line in lines:
-        first, _, rest = line.partition(" ")
-        if "-" in first and ":" not in first:
-            low, high = (int(part, 16) for part in first.split("-"))
-            inside = low <= tensor.data_ptr() < high
-        elif inside and first == "VmFlags:":
-            return rest.split()
-    return []
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux is asked for large pages")
-@pytest.mark.parametrize("large", [False, True])
-def test_a_large_array_is_mapped_by_large_pages_if_that_is_wanted(tmp_path, large):
-    many = np.arange(LARGE_PAGE, dtype=np.int32)  # 8 MB
-    written = write_tensors(tmp_path / "many", {"many": [many], "few": [TABLE]})
-    file = TensorFile(tmp_path / "many", written, large_pages=large)
-    np.testing.assert_array_equal(file["many"], many)
-    np.testing.assert_array_equal(file["few"], TABLE)
-    known = "hg" in flags(file["many"])
-    if large and not known and not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this system has no large pages")
-    assert known == large
-
-
-def test_small_arrays_are_left_as_they_are(monkeypatch):
-    asked = []
-    monkeypatch.setattr("dualform.store.heap._system", lambda name: lambda *given: asked.append(given))
-    in_large_pages(torch.zeros(LARGE_PAGE - 1, dtype=torch.uint8))
-    assert not asked
-
-
-def test_the_memory_of_the_machine():
-    assert memory() == 0 or memory() > 64 << 20
+def test_a_tensor_outlives_its_file(written):
+    file = TensorFile(*written)
+    table = file["table"]
+    del file
+    gc.collect()
+    np.testing.assert_array_equal(np.asarray(table), TABLE)

@@ -184,8 +184,11 @@ def test_large_pages_are_for_stores_that_fit_into_memory(tmp_path, monkeypatch, 
     """Else each vector that is picked out would be read with two megabytes around it, again and again."""
     write(tmp_path / "store", [(2, 3)])
     store = Store(tmp_path / "store")
-    monkeypatch.setattr(reader, "memory", lambda: int(times * reader.FITS * store.nbytes))
-    assert store._chunk_file(0)._large_pages == (times == 1)
+    asked = []
+    monkeypatch.setattr(reader, "memory_bytes", lambda: int(times * reader.FITS * store.nbytes))
+    monkeypatch.setattr("dualform.store.mapped.in_large_pages", lambda *given: asked.append(given))
+    file = store._chunk_file(0)
+    assert asked == ([(file._map.data_ptr(), file.path.stat().st_size)] if times == 1 else [])
 
 
 def test_a_store_is_nothing_but_safetensors_parquet_and_json(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from dualform.errors import StoreDamagedError
 from dualform.store.format import File, checksum
@@ -19,26 +22,45 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class CheckedFile(ABC, Generic[A]):
-    """Arrays by name. Do not write to them."""
+    """Arrays by name. Do not write to them.
 
-    _sums: dict[str, str]
-    """By tensor: its checksum."""
+    The library checks the header. Its arrays are copies, or are touched before anybody could say how they are to be mapped: the map is ours.
+    """
 
     def __init__(self, path: Path, file: File):
         self.path = path
-        with path.open("rb") as handle:
+        with path.open("rb", buffering=0) as handle:
+            if hasattr(os, "posix_fadvise"):  # else the system reads on behind it, in small pages
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             length = handle.read(8)
             size = int.from_bytes(length, "little")
-            self._header = length + (handle.read(size) if size <= file.size else b"")
-        if checksum(self._header) != file.checksum:
+            header = length + (handle.read(size) if size <= file.size else b"")
+        if checksum(header) != file.checksum:
             raise StoreDamagedError(f"{path} is damaged: the checksum of its header does not fit the manifest.")
+        try:
+            with safe_open(path, "np") as known:
+                self._sums: dict[str, str] = known.metadata() or {}
+        except SafetensorError as error:
+            raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+        self._found: dict[str, dict[str, Any]] = json.loads(header[8:])
+        self._found.pop("__metadata__", None)
+        self._begin = len(header)
         self._checked: dict[str, A] = {}
 
-    @abstractmethod
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[str]: ...
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._found))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of an array, as the header has it."""
+        return tuple(self._found[name]["shape"])
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Where an array begins in the file, and where it ends."""
+        begin, end = self._found[name]["data_offsets"]
+        return self._begin + begin, self._begin + end
 
     @abstractmethod
     def _mapped(self, name: str) -> A:

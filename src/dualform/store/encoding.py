@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.store.heap import LARGE_PAGE, in_large_pages
+from dualform.store.pages import LARGE_PAGE, in_large_pages
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
@@ -239,7 +239,7 @@ def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     memory = torch.empty(size + page, dtype=torch.uint8)
     skip = -memory.data_ptr() % page
     found = memory[skip : skip + size]
-    in_large_pages(found)
+    in_large_pages(found.data_ptr(), size)
     return found.view(dtype).view(rows, columns)
 
 

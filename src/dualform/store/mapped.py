@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dualform.errors import StoreDamagedError
 from dualform.store.checked import Bytes, CheckedFile
 from dualform.store.format import File
-from dualform.store.heap import in_large_pages
+from dualform.store.pages import in_large_pages
+from dualform.store.safe import NAMES
+
+TYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in NAMES.items()}
 
 
 class TensorFile(CheckedFile[Tensor]):
     """Its tensors."""
 
     def __init__(self, path: Path, file: File, *, large_pages: bool = False):
-        """large_pages: see store/heap.py."""
+        """large_pages: whether it is worth it to read much at a time (see store/pages.py)."""
         super().__init__(path, file)
-        self._large_pages = large_pages
-        try:
-            self._file = safe_open(path, "pt")
-            self._sums = self._file.metadata() or {}  # type: ignore[no-untyped-call]
-            self._names = set(self._file.keys())  # type: ignore[no-untyped-call]
-        except SafetensorError as error:
-            raise StoreDamagedError(f"{path} is damaged: {error}.") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._names))
+        self._map = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+        if large_pages:
+            in_large_pages(self._map.data_ptr(), self._map.nbytes())
 
     def _mapped(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
-        if self._large_pages:
-            in_large_pages(tensor)
-        return tensor
+        begin, end = self._place(name)
+        bytes_of_it = torch.asarray(self._map[begin:end], dtype=torch.uint8)
+        return bytes_of_it.view(TYPES[self._found[name]["dtype"]]).reshape(self.shape(name))
 
     @staticmethod
     def _bytes(array: Tensor) -> Bytes:

@@ -26,9 +26,10 @@ from dualform.store.format import (
     Manifest,
     chunk_name,
 )
-from dualform.store.heap import give_back, memory
+from dualform.store.heap import give_back
 from dualform.store.mapped import TensorFile
 from dualform.store.moments import Moments
+from dualform.store.pages import memory_bytes
 from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
 
@@ -36,7 +37,7 @@ READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
 FITS = 4
-"""A store that takes at most the fourth part of the machine's memory stays there."""
+"""A store that takes at most a quarter of the memory stays there, once it has been read."""
 WHOLE = 1 << 20
 """A table of so many rows is read as a whole."""
 
@@ -60,7 +61,7 @@ class Store(Sealed):
     @cached_property
     def _fits(self) -> bool:
         """Whether all of it may stay in memory, once it has been read."""
-        return FITS * self.nbytes <= memory()
+        return FITS * self.nbytes <= memory_bytes()
 
     @cached_property
     def rows(self) -> pl.DataFrame:
