@@ -124,9 +124,10 @@ class Wanted:
             return bests
         order = found.ordered().numpy()
         ordered = [torch.from_numpy(one.numpy().take(order)) for one in (ranked[0], scores[0], numbers)]
+        lines = zip(*(torch.split(one, 1) for one in ordered), strict=True)  # one call for all groups
         return [
-            Best.holding(self.k, *(one[group : group + 1, :count] for one in ordered))
-            for group, count in enumerate(found.counts)
+            Best.holding(self.k, *(line if count == self.k else line[:, :count] for line in group))
+            for group, count in zip(lines, found.counts, strict=True)
         ]
 
     def add(self, bests: list[Best], places: Tensor, scores: Tensor) -> None:
@@ -322,10 +323,10 @@ def spread(bests: Sequence[Best], slots_of: Callable[[Tensor], tuple[Tensor, Ten
     begins = np.searchsorted(owner, np.arange(len(lines)))
     order = order[np.arange(len(owner)) - begins[owner] < k]
     kept = np.bincount(owner[order], minlength=len(lines)).reshape(len(bests), -1)
+    sizes = kept.sum(1).tolist()
     ordered = [torch.from_numpy(one[order]) for one in (scores, values, slots)]
-    found, end = [], 0
-    for best, many in zip(bests, kept.tolist(), strict=True):
-        first, end = end, end + sum(many)
-        shape = len(many), max(many, default=0)
-        found.append(best.replaced(*(one[first:end].reshape(shape) for one in ordered)))
-    return found
+    parts = zip(*(torch.split(one, sizes) for one in ordered), strict=True)
+    return [
+        best.replaced(*(one.view(len(many), max(many, default=0)) for one in part))
+        for best, many, part in zip(bests, kept.tolist(), parts, strict=True)
+    ]
