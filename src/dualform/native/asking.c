@@ -67,6 +67,19 @@ static float dot_halves(const uint16_t *x, float scale, const float *y, int64_t 
     return plain_halves(x, scale, y, n);
 }
 
+/* How many of n numbers, which ascend, are below a limit. */
+static int64_t below(const int64_t *numbers, int64_t n, int64_t limit) {
+    int64_t found = 0;
+    while (found < n) {
+        const int64_t middle = found + (n - found) / 2;
+        if (numbers[middle] < limit)
+            found = middle + 1;
+        else
+            n = middle;
+    }
+    return found;
+}
+
 /* Queries (m, d), and n numbers of vectors in t tables, of which each goes on counting where the one before ends.
 
    ends (t): the number after each table's last; tables (t): where it begins; exponents (t): of its vectors' powers of
@@ -85,16 +98,8 @@ static void some_picked(void *what, int64_t low, int64_t high, int part) {
     Picked *p = what;
     const int64_t n = p->n, d = p->d, bytes = d * (p->kind == FLOAT32 ? 4 : 2), *numbers = p->numbers, *ends = p->ends;
     const int64_t ahead = bytes * AHEAD < BYTES_AHEAD ? BYTES_AHEAD / (bytes ? bytes : 1) : AHEAD;
-    int64_t table = 0;
     (void)part;
-    for (int64_t end = p->t; low < high && table < end;) { /* the one that holds the first, or the last */
-        const int64_t middle = table + (end - table) / 2;
-        if (ends[middle] <= numbers[low])
-            table = middle + 1;
-        else
-            end = middle;
-    }
-    for (int64_t i = low; i < high; i++) {
+    for (int64_t i = low, table = low < high ? below(ends, p->t, numbers[low]) : 0; i < high; i++) {
         const int64_t number = numbers[i], soon = i + ahead < n ? numbers[i + ahead] : number;
         if (number < 0 || !p->t || number >= ends[p->t - 1]) {
             __atomic_store_n(&p->missing, 1, __ATOMIC_RELAXED);
@@ -358,14 +363,7 @@ typedef struct {
 static void some_reaching(void *what, int64_t low, int64_t high, int part) {
     const Reaching *r = what;
     uint64_t flags[PASSED / 64];
-    int64_t *out = r->out + low, next = 0;
-    for (int64_t end = r->left; next < end;) { /* the first to be left out here */
-        const int64_t middle = next + (end - next) / 2;
-        if (r->without[middle] < low)
-            next = middle + 1;
-        else
-            end = middle;
-    }
+    int64_t *out = r->out + low, next = below(r->without, r->left, low); /* the first to be left out here */
     for (int64_t i = low; i < high; i += PASSED) {
         const int64_t some = high - i < PASSED ? high - i : PASSED;
         flag(some, r->bound + i, r->codes ? r->codes + i : NULL, r->least, r->groups, flags);
