@@ -1,5 +1,6 @@
 """Large pages, where the system has them."""
 
+import mmap
 import os
 import re
 import sys
@@ -16,13 +17,13 @@ from dualform.store.safe import write_tensors
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux is asked for large pages")
 
 
-def told(tensor):
-    """What the system tells of the memory that a tensor lies in."""
+def told(address):
+    """What the system tells of the memory at an address."""
     found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
             low, high = (int(part, 16) for part in span.groups())
-            inside = low <= tensor.data_ptr() < high
+            inside = low <= address < high
         elif inside:
             name, _, value = line.partition(":")
             found[name] = value.split()
@@ -34,9 +35,14 @@ def cold(tmp_path):
     """A file that nobody has read: three tensors of 12 MB."""
     path, many = tmp_path / "many.safetensors", np.arange(3 << 20, dtype=np.int32)
     file = write_tensors(path, {name: [many] for name in "abc"})
+    drop(path)
+    return path, file, many
+
+
+def drop(path):
+    """Let the system forget what it has read of a file."""
     with path.open("rb") as handle:
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return path, file, many
 
 
 @linux
@@ -46,17 +52,30 @@ def test_a_file_is_mapped_by_large_pages_if_that_is_wanted(cold, large):
     found = TensorFile(path, file, large_pages=large)["b"]
     np.testing.assert_array_equal(found, many)
     there = Path("/sys/kernel/mm/transparent_hugepage").exists()
-    assert ("hg" in told(found)["VmFlags"]) == (large and there)
+    assert ("hg" in told(found.data_ptr())["VmFlags"]) == (large and there)
+
+
+def mapped(address):
+    """How many bytes of a file are mapped by large pages."""
+    return 1024 * int(told(address)["FilePmdMapped"][0])
 
 
 @linux
 def test_the_system_gives_them(cold):
-    path, file, _ = cold
+    path, file, many = cold
     found = TensorFile(path, file, large_pages=True)["b"]
-    mapped = 1024 * int(told(found)["FilePmdMapped"][0])
-    if not mapped:
+    ours = mapped(found.data_ptr())
+    other = path.with_name("other")  # the same, by who does nothing but ask and read
+    write_tensors(other, {name: [many] for name in "abc"})
+    drop(other)
+    with other.open("rb") as handle:
+        plain = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    plain.madvise(mmap.MADV_HUGEPAGE)
+    content = np.frombuffer(plain, np.uint8)
+    content.sum()
+    if not mapped(content.ctypes.data):
         pytest.skip("this system, or this file system, maps no file by large pages")
-    assert mapped >= found.nbytes // 2
+    assert ours >= found.nbytes // 2
 
 
 @pytest.mark.parametrize(
