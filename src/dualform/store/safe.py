@@ -1,6 +1,6 @@
 """Writing safetensors files piece by piece: what was recorded step by step need not be copied together first.
 
-The format is the library's, which also reads it: 8 bytes of header length, a JSON header, the tensors' bytes. The
+The format is the library's, which checks its headers when they are read: 8 bytes of header length, a JSON header, the tensors' bytes. The
 header holds each tensor's checksum; the manifest holds the header's.
 
 Files are written beside a training that wants the processor for itself. So each byte is fetched from memory once, for its checksum: whole
