@@ -281,9 +281,10 @@ Each network is trained with each optimizer while it is recorded, and then check
 
 A figure is the worst of all parameters: ‖difference‖ / ‖W_T − W_0‖; for masks, relative to how far the two masked networks moved (a
 bias before a normalisation has no true gradient, so its two halves are far larger than their sum); for the logit, relative to the
-sizes of its parts. Training rounds at each step, so even an ideal dual form differs by about one *rounding floor*, u·√steps·‖W‖. A
-parameter passes if its figure is at most {float32:.0e} in float32 and {float64:.0e} in float64, or if the difference is within 4
-floors; where it is the floors that decide, they stand in brackets. The logit passes at 1e-4.
+sizes of its parts. Training rounds at each step, so even an ideal dual form differs by about one *rounding floor*: u·√steps·‖W‖ and, for
+verify, what the audit measured of the rounding of gradients. A parameter passes verify within 4 floors; middle and masks pass if the
+figure is at most {float32:.0e} in float32 and {float64:.0e} in float64, or the difference within 4 floors of the first kind. Where a figure
+is above that, the floors stand in brackets. The logit passes at 1e-4.
 
 | network | what it is | parameters |
 |---|---|--:|

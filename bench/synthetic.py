@@ -50,7 +50,9 @@ def write(
         step = Step(number, [Rows(first, batch, {"sample_id": ids, "label": ids % 10})])
         stored = encode(keys.roll(number, 1), dtype, pool, "key"), encode(errors, dtype, pool, "error")
         step.blocks.append(Block(0, 0, 0, first, batch, 1, *stored, may_repeat=False))
-        step.updates.append(Update("sgd", [0, 1], settings, [[1.0], [1.0]], [0.0, 0.0], [None, errors.sum(0).numpy()]))
+        step.updates.append(
+            Update("sgd", [0, 1], settings, [[1.0], [1.0]], [0.0, 0.0], [1.0, 1.0], [None, errors.sum(0).numpy()])
+        )
         writer.put(step, columns)
     writer.snapshot(-(-slots // batch), weights)
     writer.close("closed")

@@ -147,10 +147,19 @@ def test_verify_fails_where_the_weights_are_not_what_the_slots_say(tmp_path, run
     assert (answer.exit_code, json.loads(answer.stdout)["passed"]) == (1, False)
 
 
-def test_verify_at_a_step_without_weights_is_no_pass(run):
+def test_verify_at_a_step_without_a_snapshot_compares_projections(run):
+    answer = call("verify", run, "--step", 3, "--json")
+    assert answer.exit_code == 0
+    certificate = json.loads(answer.stdout)
+    assert "projections of the weights" in certificate["compared_with"]
+    assert {parameter["verdict"] for parameter in certificate["parameters"]} == {"pass"}
+
+
+def test_verify_at_a_step_without_a_snapshot_fails_for_wrong_weights(run, monkeypatch):
+    monkeypatch.setattr("dualform.dual.certificate.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
     answer = call("verify", run, "--step", 3, "--json")
     assert answer.exit_code == 1
-    assert {p["verdict"] for p in json.loads(answer.stdout)["parameters"]} == {"unknown"}
+    assert {parameter["verdict"] for parameter in json.loads(answer.stdout)["parameters"]} == {"fail"}
 
 
 @pytest.mark.parametrize(
@@ -361,6 +370,16 @@ def test_influence_is_what_the_library_says(run, queries, architecture, method):
     assert [row["row"] for row in answer["top"]] == expected["row"].to_list()
     assert answer["segments"] == [[0, 3], [3, 6]]
     assert answer["estimated"] is True
+
+
+@pytest.mark.parametrize("mean", ["tokens", "rows", "none"])
+def test_influence_with_another_mean(run, queries, architecture, mean):
+    asked = "influence", run, "--test", queries, "--model", architecture, "--loss-mean", mean, "--top", 2, "--json"
+    found = json.loads(call(*asked).stdout)["top"]
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    inputs = torch.from_numpy(np.load(queries))
+    expected = dualform.open(run, model).influence(inputs, loss_mean=mean).top(2)["influence"].to_list()
+    assert [line["influence"] for line in found] == pytest.approx(expected)
 
 
 def test_influence_by_sample_of_one_layer_for_people(run, queries, architecture):

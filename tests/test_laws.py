@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import dualform
+import shared
 from reference import ranking
 from training import SAMPLES, assert_exact, assert_same_weights, network, samples
 
@@ -23,7 +24,10 @@ batches = st.lists(st.lists(st.integers(0, SAMPLES - 1), max_size=5), min_size=1
 
 
 @contextmanager
-def recorded(steps, *, momentum=0.9, **record_settings):
+def recorded(steps, *, momentum=0.9, ignored=(), **record_settings):
+    """ignored: these samples have no label, so their slots write nothing."""
+    labels = LABELS.clone()
+    labels[list(ignored)] = -100
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +37,7 @@ def recorded(steps, *, momentum=0.9, **record_settings):
                 ids = torch.tensor(step, dtype=torch.int64)
                 recorder.batch(sample_id=ids, label=LABELS[ids], task="even" if number % 2 == 0 else "odd")
                 optimizer.zero_grad()
-                F.cross_entropy(model(INPUTS[ids]), LABELS[ids], reduction="sum").backward()
+                F.cross_entropy(model(INPUTS[ids]), labels[ids], reduction="sum").backward()
                 optimizer.step()
         yield dualform.open(path, model), model
 
@@ -144,6 +148,20 @@ def test_a_mask_and_its_opposite_add_up(steps, condition):
             assert (totals[0] + totals[1]).to_list() == pytest.approx(whole.to_list(), abs=1e-12)
 
 
+@pytest.fixture(scope="module")
+def dual_of_shared_slots(tmp_path_factory):
+    return shared.train(tmp_path_factory.mktemp("laws") / "run", now_and_then=True, chunk_bytes=2000)
+
+
+@given(condition=conditions)
+def test_a_mask_and_its_opposite_add_up_with_slots_that_have_no_row(dual_of_shared_slots, condition):
+    dual = dual_of_shared_slots
+    kept, dropped = (dual.masked(**{name: condition}).state_dict() for name in ("keep", "drop"))
+    nothing = dual.masked(keep=pl.lit(False), read="kept").state_dict()
+    for name, full in dual.primal().state_dict().items():
+        torch.testing.assert_close(kept[name] + dropped[name], full + nothing[name], rtol=0, atol=1e-13)
+
+
 @given(steps=batches, k=st.integers(1, 12), absolute=st.booleans())
 def test_the_top_k_are_the_head_of_a_full_sort(steps, k, absolute):
     with recorded(steps, chunk_bytes=1) as (dual, _):
@@ -155,6 +173,32 @@ def test_the_top_k_are_the_head_of_a_full_sort(steps, k, absolute):
                 row = scores[query].abs() if absolute else scores[query]
                 mine = found.filter(pl.col("query") == query)
                 assert mine["slot"].to_list() == ranking.top(row.tolist(), k)
+
+
+@given(steps=batches, ignored=st.sets(st.integers(0, SAMPLES - 1), max_size=8), chunk_bytes=st.sampled_from([1, 900]))
+def test_slots_that_wrote_nothing_are_left_out_unless_asked_for(steps, ignored, chunk_bytes):
+    with recorded(steps, ignored=ignored, chunk_bytes=chunk_bytes) as (dual, _):
+        assert_exact(dual)
+        samples = dual.rows["sample_id"].to_list()
+        wrote = [slot for slot, sample in enumerate(samples) if sample not in ignored]
+        for name in dual.layers:
+            default, every = (dual.attend(INPUTS, silent=silent)[name] for silent in (False, True))
+            assert torch.equal(all_weights(default), all_weights(every)[..., wrote])
+            for answer in (default, every):
+                tops = answer.top(max(1, len(samples))).group_by("query", "sample_id").agg(pl.col("weight").sum())
+                sums = answer.total("sample_id").join(tops, on=["query", "sample_id"], how="left")
+                assert sums["total"].to_list() == pytest.approx(sums["weight"].fill_null(0).to_list(), abs=1e-12)
+            mine, others = (
+                every.total("sample_id", where=pl.col("sample_id").is_in(some))
+                for some in (wrote_by(samples, wrote), sorted(ignored))
+            )
+            assert default.total("sample_id")["total"].to_list() == pytest.approx(mine["total"].to_list(), abs=1e-12)
+            both = (mine["total"] + others["total"]).to_list()
+            assert every.total("sample_id")["total"].to_list() == pytest.approx(both, abs=1e-12)
+
+
+def wrote_by(samples, slots):
+    return sorted({samples[slot] for slot in slots})
 
 
 @given(st.integers(0, SAMPLES - 1))

@@ -24,7 +24,7 @@ def test_the_example_runs(tmp_path):
     )
     assert answer.returncode == 0, answer.stderr
     assert "fail" not in answer.stdout
-    assert answer.stdout.count("pass: gap ≤ 1e-05") + answer.stdout.count("rounding floors") == 4
+    assert answer.stdout.count("pass: within 4 rounding floors") == 4
     assert (tmp_path / "runs" / "digits" / "manifest.json").exists()
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dualform.figures.colours import colour_of
 from dualform.figures.results import Explained
+from dualform.store.format import SHARED
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 VERDICTS = {"pass": "green", "unknown": "yellow"}
 """The colours of verdicts; all others are red."""
+NEVER_NULL = ("query", "rank", "influence", "visits", "slot", "step", "backward", "call", "slot_position")
+"""The columns of an answer that do not depend on a row."""
 KEPT = {"keys": "key sums", "deltas": "group deltas", "both": "key sums and group deltas"}
 """What totals keep of a group, in words."""
 
@@ -158,12 +161,21 @@ def show_influence(console: Console, about: dict[str, Any], frame: pl.DataFrame)
     title = f"Influence, estimated ({about['method']}, {count} segment{'s' if count > 1 else ''} of training)"
     numbers = {name for name, kind in frame.schema.items() if kind.is_numeric()}
     table = _table(title, *(f">{name}" if name in numbers else name for name in frame.columns))
+    own = [name for name in frame.columns if name not in NEVER_NULL]
     for row in frame.iter_rows(named=True):
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else escape(str(v)) for v in row.values()))
+        nothing = SHARED if all(row[name] is None for name in own) else ""
+        table.add_row(*(_cell(value, nothing) for value in row.values()))
     console.print(table)
     console.print(
         "Positive: supports the target. An estimate of what would change without a row; not what the weights contain."
     )
+
+
+def _cell(value: Any, nothing: str) -> str:
+    """A value as text. nothing: what stands for null."""
+    if value is None:
+        return nothing
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 def show_demo(console: Console, demo: Demo, figures: list[Path]) -> None:

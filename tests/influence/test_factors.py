@@ -9,6 +9,7 @@ import dualform
 from dualform.errors import RecordingError
 from dualform.influence import factors
 from dualform.influence.factors import built_factors
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.recorded import recorded_factors
 from dualform.influence.segments import segments
 from dualform.record import curvature
@@ -34,9 +35,10 @@ def test_what_is_counted_while_recording_is_what_slots_say(name, tmp_path, monke
     store = run.dual.store
     [whole] = segments(store, store.end_step, [(0, store.end_step)])
     for layer in store.manifest.layers:
-        found = recorded_factors(store, layer, whole, built_factors(store, layer, whole).maps[0].positions)
+        built = built_factors(store, layer, whole, LossMean(store))
+        found = recorded_factors(store, layer, whole, built.maps[0].positions)
         monkeypatch.setattr(factors, "recorded_factors", lambda *_: None)
-        expected = built_factors(store, layer, whole).maps
+        expected = built_factors(store, layer, whole, LossMean(store)).maps
         monkeypatch.undo()
         monkeypatch.setattr(curvature, "EVERY", 1)
         assert found is not None
@@ -137,4 +139,4 @@ def test_few_slots_are_taken_from_a_long_segment(tmp_path, monkeypatch):
     calls = [(chunk, block) for chunk in store.chunks("0") for block in range(len(chunk.blocks))]
     taken = sum(piece.rows for piece in factors._spread(calls))
     assert 32 <= taken <= 48  # 16 steps at least, of 24 with 5 rows each
-    assert len(built_factors(store, store.manifest.layers[0], whole).maps) == 1
+    assert len(built_factors(store, store.manifest.layers[0], whole, LossMean(store)).maps) == 1

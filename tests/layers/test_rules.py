@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dualform.dual.gradients import of_slots
-from dualform.layers import axes
 from dualform.layers.keys import Maps, Numbers, Vectors
 from dualform.layers.recurrent import outputs
+from dualform.layers.row_proof import Told
+from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, geometry_of, queries_of, refusal, rule_for
 from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
+from dualform.record.forward_pass import RowFinder
 from dualform.record.ledger import Ledger, StoreAs
 from dualform.store.encoding import Pool
 
@@ -288,7 +290,8 @@ def slots(layer, found, call):
     count = found.keys.dim() - 1 if found.lead is None else found.lead
     lead = tuple(found.keys.shape[:count])
     told = call.lead[0] if call.lead is not None and len(lead) == call.lead[1] else found.axis
-    layout = axes.layout(lead, call.rows, layer=layer.name, axis=told)
+    fits = [axis for axis, length in enumerate(lead) if length == call.rows]
+    layout = RowAxis(fits[0] if told is None and fits else told or 0).layout(lead, call.rows)
     keys, errors = found.keys.detach(), found.errors.detach()
     if layer.geometry is None:
         keys, errors = layout.slots(keys), layout.slots(errors)
@@ -369,18 +372,18 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
     call = data.draw(CALLS[kind])
     ran = run(call)
     named = {n: p for n, p in call.module.named_parameters() if any(n in y.parameters for y in ran.layers.values())}
-    told = {} if call.lead is None else {"name": call.lead[0]}
     task, ended = -1, []
     ledger = Ledger(
         store_as=StoreAs("float64", "slots", Pool()),
-        batch_axis=told,
+        rows=RowFinder(Told(), {}, check=False, on_unclear="leave out"),
         seed=seed,
         graph_task=lambda: task,
         when_ended=ended.append,
     )
     module = ledger.enter("name", call.module, list(ran.layers.values()), named)
     ledger.begin(read_batch(0, {"sample_id": torch.arange(call.rows)}, None))
-    visits = [ledger.forward(module, watch.key, watch) for watch in ran.watches]
+    forward = ledger.begin_forward(call.module)
+    visits = [ledger.forward(module, watch.key, forward, watch) for watch in ran.watches]
     task = 1
     for visit, errors in zip(visits, ran.errors, strict=True):
         for place, error in enumerate(errors):

@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
+import padded
+import shared
 from dualform.errors import NotRecordedError, QuestionError, UnknownLayerError
 from training import CLASSES, network, samples, train
 
@@ -179,3 +181,57 @@ def test_a_last_layer_that_was_never_called_is_not_the_output(tmp_path):
     dual = dualform.open(tmp_path / "run", model)
     assert dual.mislabelled().equals(dual.mislabelled(layer="head"))
     assert dual.mislabelled().height == 6
+
+
+# Language models: most positions may be padding
+
+
+def frozen(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+LONG_AND_SHORT = [torch.tensor(ids) for ids in ([0, 2], [1, 5, 3], [2, 4, 7, 6], [0, 1], [5, 6])]
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_only_positions_that_had_a_loss_count(tmp_path, precision):
+    """A sample's score is the mean over its labelled tokens of ‖p − 1[label]‖, however long it is, and its batch mates are."""
+    dual = padded.train(tmp_path / "run", optimizer=frozen, batches=LONG_AND_SHORT, precision=precision)
+    frame = dual.mislabelled()
+    with torch.no_grad():
+        p = dual.primal()(padded.one_hot(torch.arange(padded.SAMPLES), precision)).softmax(-1)
+    times = dual.rows["sample_id"].value_counts()
+    for sample, count in times.iter_rows():
+        labelled = ~padded.PADDING[sample]
+        found = frame.filter(pl.col("sample_id") == sample)
+        if not labelled.any():
+            assert not found.height
+            continue
+        errors = p[sample][labelled] - F.one_hot(padded.LABELS[sample][labelled], padded.TOKENS)
+        assert found["score"].item() == pytest.approx(float(errors.norm(dim=1).mean()), rel=1e-5)
+        assert found["visits"].item() == count * int(labelled.sum())
+        assert found["probability"].item() == pytest.approx(
+            float(p[sample][labelled].gather(1, padded.LABELS[sample][labelled][:, None]).mean()), rel=1e-5
+        )
+
+
+def test_a_sum_of_losses_is_not_divided(tmp_path):
+    model = padded.network()
+    optimizer = frozen(model.parameters())
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float64") as recorder:
+        for ids in LONG_AND_SHORT:
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            logits = model(padded.one_hot(ids)).flatten(0, 1)
+            F.cross_entropy(logits, padded.LABELS[ids].flatten(), reduction="sum").backward()
+            optimizer.step()
+    summed = dualform.open(tmp_path / "run", model).mislabelled(reduction="sum")
+    mean = padded.train(tmp_path / "mean", optimizer=frozen, batches=LONG_AND_SHORT).mislabelled()
+    assert summed["sample_id"].to_list() == mean["sample_id"].to_list()
+    assert summed["score"].to_list() == pytest.approx(mean["score"].to_list(), rel=1e-12)
+
+
+def test_what_serves_all_rows_is_no_sample(tmp_path):
+    dual = shared.train(tmp_path / "run")
+    frame = dual.mislabelled(layer=shared.SHARED)
+    assert not frame.height

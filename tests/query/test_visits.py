@@ -164,7 +164,9 @@ def test_many_moments_take_no_more_memory_than_a_few(tmp_path, monkeypatch):
     monkeypatch.setattr(moments, "MOST", 3)
     dual, held = train(tmp_path / "run", steps=12).dual, weakref.WeakSet()
     plain = Visits.__init__
-    monkeypatch.setattr(Visits, "__init__", lambda self, *given: (held.add(self), plain(self, *given))[1])
+    monkeypatch.setattr(
+        Visits, "__init__", lambda self, *given, **named: (held.add(self), plain(self, *given, **named))[1]
+    )
     for step in range(1, 13):
         attention = dual.until(step).attend(INPUTS)["0"]
         assert attention.top(3).height == 3 * len(INPUTS)

@@ -88,6 +88,26 @@ def test_it_stores_and_adds_what_the_plain_way_does(
         assert scale == pytest.approx(its_scale, rel=1e-4, abs=1e-5 * size * whole)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_it_tells_which_error_signals_are_zero(kept: bool) -> None:
+    keys, errors, random = drawn(300, 40, 50, 1)
+    errors[7] = torch.finfo(torch.float32).tiny  # its square vanishes
+    found = taken(keys, errors, random, kept=kept)
+    assert found.silent is not None
+    assert found.silent.tolist() == [not row.any() for row in errors.numpy()]
+    assert 0 < found.silent.sum() < 300
+
+
+def test_flags_of_an_earlier_call_are_forgotten() -> None:
+    keys, errors, random = drawn(20, 4, 3, 1)
+    call, taker = slots(keys, errors, random), Taker("float32", Pool())
+    assert taker.take([call])
+    assert call.silent is not None
+    call.errors = torch.ones_like(errors)
+    assert taker.take([call])
+    assert call.silent is None
+
+
 def test_every_float16_is_rounded_as_pytorch_does() -> None:
     exact = torch.arange(0, 2**15 - 1024, dtype=torch.int16).view(torch.float16).float()
     halfway = (exact[1:] + exact[:-1]) / 2

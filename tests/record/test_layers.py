@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dualform
-from dualform.errors import AxisError, NotRecordedError, QuestionError, RecordingError
-from dualform.record import audit
+from dualform import projection
+from dualform.errors import NotRecordedError, QuestionError, RecordingError
 
 SAMPLES, ROWS, TIME, WIDTH, CLASSES, STEPS = 8, 3, 4, 6, 5, 6
 GAP = 1e-11
@@ -441,7 +441,7 @@ def test_a_state_carried_over_batches(path, kind, optimizer):
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": kind(WIDTH, 4, num_layers=2, dropout=0.2), "head": nn.Linear(4, CLASSES)}).double()
     made, state = OPTIMIZERS[optimizer](model.parameters()), None
-    with dualform.record(model, made, path) as recorder:
+    with dualform.record(model, made, path, batch_axis={"head": 1}) as recorder:
         for _ in range(STEPS):
             recorder.batch(stream=range(ROWS))
             made.zero_grad()
@@ -462,7 +462,7 @@ def test_a_state_carried_within_a_batch(path, kind):
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": kind(WIDTH, 4), "head": nn.Linear(4, CLASSES)}).double()
     made = OPTIMIZERS["adamw"](model.parameters())
-    with dualform.record(model, made, path) as recorder:
+    with dualform.record(model, made, path, batch_axis={"head": 1}) as recorder:
         for _ in range(STEPS):
             recorder.batch(stream=range(ROWS))
             made.zero_grad()
@@ -937,7 +937,8 @@ def test_a_loss_scaler_that_leaves_unscaling_to_a_fused_optimizer(path, kind, un
 
 def test_keys_that_the_audit_cannot_see(path, monkeypatch):
     """What a normalisation without bias gives adds up to zero, and so does its product with an R of ones alone."""
-    monkeypatch.setattr(audit, "random_columns", lambda d_in, d_out, dtype, generator: torch.ones(d_in, 1, dtype=dtype))
+    ones = lambda inputs, outputs, dtype, generator: torch.ones(inputs, 1, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(projection, "random_columns", ones)
     train((lambda: nn.Sequential(nn.Flatten(), nn.LayerNorm(TIME * WIDTH, bias=False), nn.Linear(TIME * WIDTH, CLASSES)), vectors), "sgd", path, steps=1)  # fmt: skip
 
 
@@ -995,15 +996,21 @@ def test_one_axis_that_both_the_user_and_the_module_name(path):
         torch.testing.assert_close(keys[step], run.inputs[ids], rtol=0, atol=0)
 
 
-def test_rows_are_never_guessed_in_a_larger_batch(path):
-    """Six sequences for three rows: rows × 2 or 2 × rows? The recorder must ask."""
+def test_rows_are_found_in_a_larger_batch(path):
+    """Each row comes twice, the second time backwards: 2 × rows sequences."""
 
     class Twice(Recurrent):
         def forward(self, x):
             return super().forward(torch.cat([x, x.flip(1)])).unflatten(0, (2, -1)).sum(0)
 
-    with pytest.raises(AxisError, match="body"):
-        train((lambda: Twice(nn.LSTM, batch_first=True, states=True), vectors), "sgd", path, layers="body")
+    made = (lambda: Twice(nn.LSTM, batch_first=True, states=True), vectors)
+    run = train(made, "sgd", path, layers="body", steps=1)
+    slots = run.dual.slots("body").with_columns(run.dual.rows["sample_id"][run.dual.slots("body")["row"]])
+    keys = run.dual.layer("body").keys[:, :WIDTH]
+    for sample in slots["sample_id"].unique().to_list():
+        mine = keys[torch.from_numpy((slots["sample_id"] == sample).to_numpy())]
+        both = torch.cat([run.inputs[sample], run.inputs[sample].flip(0)])
+        assert sorted(mine.tolist()) == sorted(both.tolist())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])

@@ -94,3 +94,38 @@ def whitened(run, inputs, labels, segment, moment, queries, units, layers, dampi
             for i, of_row in enumerate(of_rows):
                 found[place, q, i] = -np.sum(W * of_row)
     return found
+
+
+def whitened_tokens(model, rows, queries, target, layers, ignored, damping=0.3):
+    """The whitened path's scores by layer, (layers, queries, rows), of a network in which no position sees another.
+
+    rows: inputs (positions, …) and labels (positions,) of each. The loss of a row is the sum over its positions that have a label.
+    """
+    gradients_of_tokens = []
+    for given, labels in rows:
+        of_row = []
+        for place in range(len(labels)):
+            if labels[place] == ignored:
+                continue
+            label = labels[place : place + 1]
+            of_row.append(
+                gradients(model, given, lambda y, p=place, n=label: torch.nn.functional.cross_entropy(y[:, p], n))
+            )
+        gradients_of_tokens.append(of_row)
+    found = np.zeros((len(layers), len(queries), len(rows)))
+    for layer, name in enumerate(layers):
+        of_rows = [[linear_map(model, name, of) for of in tokens] for tokens in gradients_of_tokens]
+        every = [G for tokens in of_rows for G in tokens]
+        errors = [G[:, -1] for G in every]
+        keys = [G.T @ e / (e @ e) for G, e in zip(every, errors, strict=True)]
+        A = sum(np.outer(k, k) for k in keys) / len(keys)
+        S = sum(np.outer(e, e) for e in errors) / len(errors)
+        A = A + damping * np.trace(A) / len(A) * np.eye(len(A))
+        S = S + damping * np.trace(S) / len(S) * np.eye(len(S))
+        tokens_in_a_row = len(every) / len(rows)
+        for q, x in enumerate(queries):
+            G = linear_map(model, name, gradients(model, x, lambda y: target(y)[0]))
+            W = np.linalg.inv(S) @ G @ np.linalg.inv(A) / tokens_in_a_row
+            for row, tokens in enumerate(of_rows):
+                found[layer, q, row] = -sum(np.sum(W * of_token) for of_token in tokens)
+    return found

@@ -98,6 +98,12 @@ def test_a_newer_version_says_so_before_anything_else(tmp_path, manifest):
         load_manifest(tmp_path)
 
 
+def test_an_older_version_says_to_record_again(tmp_path, manifest):
+    save(tmp_path, manifest, version=VERSION - 1, layers="in a form of the past")
+    with pytest.raises(StoreVersionError, match=rf"format {VERSION - 1}.*reads only format {VERSION}.*Record .* again"):
+        load_manifest(tmp_path)
+
+
 def test_an_altered_byte(tmp_path, manifest):
     altered = manifest.dump().replace(b'"rows":12', b'"rows":13')
     assert altered != manifest.dump()

@@ -36,6 +36,8 @@ def test_no_rows():
     "factors", [[[0.5]], [[0.5], [1.0]], [[1.0, 0.0], [2.0, 3.0]], [[], []], [[1.0], [], [1.0, 2.0]], []]
 )
 def test_factors_are_lists_however_long(factors):
-    steps = [Step(n, updates=[Update("sgd", [0], [{"lr": 0.1}], [f], [0.0], [None])]) for n, f in enumerate(factors)]
+    steps = [
+        Step(n, updates=[Update("sgd", [0], [{"lr": 0.1}], [f], [0.0], [1.0], [None])]) for n, f in enumerate(factors)
+    ]
     wanted = pl.Series("factors", factors, dtype=pl.List(pl.Float64))
     assert_series_equal(tables.updates_table(steps)["factors"], wanted)

@@ -17,7 +17,7 @@ from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, Sto
 from dualform.store import reader
 from dualform.store import writer as writing
 from dualform.store.encoding import Pool, encode
-from dualform.store.format import MANIFEST, VERSION, Column, Manifest, Parameter, checksum
+from dualform.store.format import MANIFEST, NO_ROW, VERSION, Column, Manifest, Parameter, checksum
 from dualform.store.reader import Store
 from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer
@@ -78,7 +78,9 @@ def make_step(number, first_row, rows, positions, dtype="float64"):
             )
     gradient = np.full(2, float(number))
     settings = [{"lr": 0.1}, {"lr": 0.1 * number}]
-    step.updates.append(Update("sgd", [0, 1], settings, [[1.0], [1.0, 0.5]], [1e-17, 0.0], [None, gradient]))
+    step.updates.append(
+        Update("sgd", [0, 1], settings, [[1.0], [1.0, 0.5]], [1e-17, 0.0], [1.0, 2.0], [None, gradient])
+    )
     return step
 
 
@@ -107,7 +109,7 @@ def everything(folder):
                 for chunk in chunks
             ]
             found[f"{layer}.{name}"] = torch.cat(pieces) if pieces else torch.zeros(0)
-        blocks = np.concatenate([np.zeros((0, 6), int), *(chunk.blocks for chunk in chunks)])
+        blocks = np.concatenate([np.zeros((0, 7), int), *(chunk.blocks for chunk in chunks)])
         found[f"{layer}.blocks"] = blocks[blocks[:, 4] > 0]  # blocks without rows may be passed over
         found[f"{layer}.row"] = np.concatenate([np.zeros(0, int), *(chunk.rows() for chunk in chunks)])
     found["gradients"] = store.gradients("a.bias")
@@ -170,6 +172,82 @@ def test_a_store_can_be_cut_at_any_step(tmp_path):
     for end, slots in enumerate([0, 6, 7, 11, 11, 17]):
         keys = [chunk.keys(torch.float64).vectors() for chunk in store.chunks("a", end_step=end)]
         assert torch.equal(torch.cat([torch.zeros(0, 3), *keys]), whole["a.keys"][:slots])
+
+
+def write_silent(folder, flags, **settings):
+    """A step for each entry of flags: which slots of layer "a" are silent, or None."""
+    writer = Writer(folder, empty(), Pool(), START, **settings)
+    for number, silent in enumerate(flags):
+        step = make_step(number, 3 * number, 3, 1)
+        step.blocks[0].silent = None if silent is None else np.array(silent)
+        writer.put(step, COLUMNS)
+    writer.close("closed")
+    return Store(folder)
+
+
+FLAGS = [None, [True, False, False], None, [False, True, True]]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_flags_of_silent_slots(tmp_path, chunk_bytes):
+    store = write_silent(tmp_path / "s", FLAGS, chunk_bytes=chunk_bytes)
+    found = [np.zeros(c.slots, bool) if c.silent is None else c.silent for c in store.chunks("a")]
+    assert np.concatenate(found).tolist() == [False] * 3 + FLAGS[1] + [False] * 3 + FLAGS[3]
+    assert all(chunk.silent is None for chunk in store.chunks("b"))
+    [*_, last] = store.chunks("a", end_step=3)
+    assert (last.silent is None) == (chunk_bytes == 1)  # only the flags of steps that count
+    assert len(last.silent if last.silent is not None else []) in (0, last.slots)
+
+
+def test_flags_take_no_room_where_no_slot_is_silent(tmp_path):
+    store = write_silent(tmp_path / "s", FLAGS[:1])
+    assert not any(name.endswith(".silent") for name in store._chunk_file(0))
+
+
+# Slots that serve all rows
+
+
+def write_shared(folder, **settings):
+    """Three steps, with a block without a row between the others of layer "a"; the last step of "a" has nothing else."""
+    writer = Writer(folder, empty(), Pool(), START, **settings)
+    for number in range(3):
+        step = make_step(number, 2 * number, 2, 2)
+        keys, errors = torch.full((3, 3), float(number)), torch.ones(3, 2)
+        both = encode(keys.double(), "float64"), encode(errors.double(), "float64")
+        step.blocks.append(Block(0, 0, 1, NO_ROW, 1, 3, *both, may_repeat=True))
+        if number == 2:
+            step.blocks = [block for block in step.blocks if block.first_row == NO_ROW]
+        writer.put(step, COLUMNS)
+    writer.close("closed")
+    return Store(folder)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_slots_without_a_row(tmp_path, chunk_bytes):
+    store = write_shared(tmp_path / "s", chunk_bytes=chunk_bytes)
+    chunks = list(store.chunks("a"))
+    none = [NO_ROW] * 3
+    assert np.concatenate([chunk.rows() for chunk in chunks]).tolist() == [0, 0, 1, 1, *none, 2, 2, 3, 3, *none, *none]
+    positions = [0, 1, 0, 1, 0, 1, 2]
+    assert np.concatenate([chunk.positions() for chunk in chunks]).tolist() == [*positions, *positions, 0, 1, 2]
+    assert [chunk.row_range for chunk in chunks] == ([(0, 2), (2, 4), (0, 0)] if chunk_bytes == 1 else [(0, 4)])
+    assert all(chunk.shared is None for chunk in store.chunks("b"))
+    tables = pl.concat([store.slot_table(chunk, ["step", "name", "token"]) for chunk in chunks])
+    assert tables["step"].to_list() == [0] * 7 + [1] * 7 + [2] * 3
+    assert tables["name"].to_list() == [
+        *["0/0", "0/0", "0/1", "0/1", None, None, None],
+        *["1/0", "1/0", "1/1", "1/1", None, None, None],
+        *[None] * 3,
+    ]
+    assert tables["token"].to_list() == [0, 1, 2, 3, None, None, None] * 2 + [None] * 3
+
+
+def test_a_step_without_its_slots_still_tells_which_layers_are_shared():
+    step = make_step(0, 0, 2, 1)
+    assert step.shared == set()
+    step.blocks[0].first_row = NO_ROW
+    step.drop_slots()
+    assert step.shared == {0}
 
 
 def test_a_store_without_a_step(tmp_path):

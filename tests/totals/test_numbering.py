@@ -51,3 +51,46 @@ def test_what_is_no_number_is_one_group():
     assert numbering.number({"n": entries[::-1]}, (3,)).tolist() == [1, 1, 0]
     assert numbering.table(schema)["n"].equals(pl.Series("n", [1.0, np.nan]))
     assert Numbering(["n"], numbering.table(schema)).number({"n": entries}, (3,)).tolist() == [0, 1, 1]
+
+
+WITHOUT_ROW = {
+    "small numbers": ([3, 5], pl.Int64()),
+    "negative numbers": ([-1, 5], pl.Int64()),
+    "words": (["a", "b"], pl.String()),
+    "fractions": ([0.5, float("nan")], pl.Float64()),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_ROW)
+def test_slots_without_a_row_are_a_group_of_their_own(kind):
+    (one, other), dtype = WITHOUT_ROW[kind]
+    numbering = Numbering(["x"])
+
+    def number(value):
+        values = value if isinstance(value, list) else np.array([value])
+        return int(numbering.number({"x": [value] if isinstance(value, str) else values}, (1,))[0])
+
+    assert number(one) == 0
+    assert numbering.number_without_row() == 1
+    assert number(other) == 2
+    assert numbering.number_without_row() == 1
+    assert number(one) == 0
+    assert len(numbering) == 3
+    table = numbering.table({"x": dtype})
+    assert table["x"].to_list()[:2] == [one, None]
+    # Going on with totals that were kept
+    again = Numbering(["x"], table)
+    assert again.number_without_row() == 1
+    assert len(again) == 3
+    assert again.table({"x": dtype}).equals(table)
+
+
+def test_several_columns_without_a_row():
+    numbering = Numbering(["x", "y"])
+    assert numbering.number_without_row() == 0
+    assert numbering.number({"x": np.array([1]), "y": ["a"]}, (1,)).tolist() == [1]
+    table = numbering.table({"x": pl.Int64(), "y": pl.String()})
+    assert table.rows() == [(None, None), (1, "a")]
+    again = Numbering(["x", "y"], table)
+    assert again.number({"x": np.array([1]), "y": ["a"]}, (1,)).tolist() == [1]
+    assert again.number_without_row() == 0

@@ -293,7 +293,7 @@ def test_conditions_that_compare_rows_are_answered_from_rows(tmp_path, keep):
 @pytest.mark.parametrize("order", [[0, 4], [4, 0], [0, 0, 4, 0]])
 def test_an_empty_batch_is_in_no_group(tmp_path, order):
     model, ids, labels = network(), torch.arange(8), torch.arange(8) % CLASSES
-    x = torch.randn(8, FEATURES, dtype=torch.float64)
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dualform.record(model, optimizer, tmp_path / "run", totals=["label"]) as recorder:
         for step in range(2):
@@ -304,6 +304,7 @@ def test_an_empty_batch_is_in_no_group(tmp_path, order):
                 F.cross_entropy(model(x[some]), labels[some], reduction="sum").backward()
             optimizer.step()
     dual = dualform.open(tmp_path / "run", model)
+    assert not dual.slots("0")["silent"].any()  # for every row, some unit of the ReLU is on
     found = dual.attend(x)["0"].total("label").sort("query", "label")["total"].to_numpy().reshape(8, CLASSES)
     expected = [[(x[labels == label] @ query).sum() for label in range(CLASSES)] for query in x]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)

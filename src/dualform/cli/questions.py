@@ -46,6 +46,14 @@ class Method(str, Enum):
     sketch = "sketch"
 
 
+class LossMean(str, Enum):
+    """What a loss is a mean over."""
+
+    tokens = "tokens"
+    rows = "rows"
+    none = "none"
+
+
 @app.command()
 @one_line_errors
 def influence(
@@ -75,6 +83,9 @@ def influence(
     where: Annotated[str | None, typer.Option(help='Only these rows: SQL, e.g. "label = 7 and step >= 100".')] = None,
     lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the target most.")] = False,
     segments: Annotated[int, typer.Option(min=1, help="At most so many epochs, spread over the run.")] = 15,
+    loss_mean: Annotated[
+        LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
+    ] = LossMean.tokens,
     as_json: Json = False,
 ) -> None:
     """Estimate which training rows support the answers to test inputs: what would change without them.
@@ -91,7 +102,14 @@ def influence(
     inputs = exports.read_inputs(test, dual)
     with progress_bars() as progress:
         chosen = None if not target else target[0] if len(target) == 1 else target
-        found = dual.influence(inputs, target=chosen, method=method.value, segments=segments, progress=progress)
+        found = dual.influence(
+            inputs,
+            target=chosen,
+            method=method.value,
+            segments=segments,
+            loss_mean=loss_mean.value,
+            progress=progress,
+        )
         frame = (found if layer is None else found[layer]).top(top, by=by or None, where=where, lowest=lowest)
     about = {"method": method.value, "segments": found.segments, "moments": found.moments, "layer": layer}
     if as_json:

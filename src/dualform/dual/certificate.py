@@ -1,31 +1,39 @@
 """The certificate: is each parameter what its slots say it is?
 
-gap = ‖dual − primal‖ / ‖W_T − W_0‖. Training rounds at every step, so even an ideal dual differs by about
-u·√updates·‖W‖, the rounding floor. A parameter passes if its gap is below the tolerance of its type, or if the
-distance is within 4 floors.
+gap = ‖dual − primal‖ / ‖W_T − W_0‖. Training rounds at every step, so even an ideal dual differs. How much is computed from
+what is known of the run, the rounding floor (dual/rounding.py); a parameter passes if ‖dual − primal‖ is within 4 floors.
+
+A recording that was killed has no copy of its last weights. Then what the recorder stored of them after each step is compared: one number,
+their random projection.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
 from dualform.dual.gradients import kept_rows
+from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.side_by_side import each_rebuilt
-from dualform.dual.tolerance import TOLERANCE, tolerance
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
+from dualform.projection import Projection
 from dualform.store.reader import Store
 
 FLOORS = 4
+"""So many rounding floors may be between a parameter and its dual."""
+TOTALS_ROUNDING = 64.0
+"""So many roundoffs of its movement a parameter may be off whose slots were summed up and not kept."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done, and how much there is."""
@@ -40,6 +48,9 @@ class Certificate:
     """The moment of training that was checked."""
     compared_with: str
     """Where the primal weights come from."""
+    rows: pl.DataFrame
+    """How it is known which row a slot belongs to, one line for each layer: where the rows are in its input, at which step that was
+    proved, from which step on it is assumed, and why."""
 
     @property
     def passed(self) -> bool:
@@ -57,6 +68,7 @@ class Certificate:
                 "step": self.step,
                 "compared_with": self.compared_with,
                 "parameters": rows,
+                "rows": self.rows.to_dicts(),
             },
             indent=1,
         )
@@ -71,33 +83,81 @@ class Certificate:
             f"{row['verdict']}: {row['reason']}"
             for row in self.frame.to_dicts()
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._about_rows()])
+
+    def _about_rows(self) -> list[str]:
+        """How the names of slots are known: sums cannot show that."""
+        if self.rows.is_empty():
+            return ["rows: nothing to prove, no batch had several"]
+        said: dict[str, list[str]] = {}
+        for row in self.rows.to_dicts():
+            if row["proved"] is not None:
+                said.setdefault(f"proved at step {row['proved']}{{}}", []).append(row["layer"])
+            if row["assumed"] is not None:
+                said.setdefault(f"assumed from step {row['assumed']} on{{}}, because {row['why']}", []).append(
+                    row["layer"]
+                )
+        every = self.rows.height
+        lines = []
+        for text, layers in said.items():
+            which = "" if len(layers) == every else f" for {', '.join(map(repr, layers))}"
+            lines.append(f"rows: {text.format(which)}")
+        return lines
 
     __repr__ = __str__
 
 
 def verify(store: Store, end: int, progress: Progress | None = None, workers: int = 1) -> Certificate:
     """Compare each parameter of the dual at `end` with the weights that training left there."""
-    snapshots = [step for step in store.snapshot_steps() if step <= end]
-    nearest = snapshots[-1]
-    if nearest == 0 and end > 0:
-        compared = "nothing: the store has no snapshot of the weights between the beginning and this step"
-    elif nearest == end:
-        compared = "the stored weights"
-    elif store.manifest.ended is None and end == store.end_step:
-        end, compared = nearest, "the last stored weights (the recording did not end by itself)"
-    else:
-        compared = f"weights rebuilt from the snapshot at step {nearest}"
-    lines, duals = [], _duals(store, end, workers)
-    for number, parameter in enumerate(store.manifest.parameters):
+    moment = _moment_to_compare(store, end)
+    names = [parameter.name for parameter in store.manifest.parameters]
+    lines = []
+    duals = _duals(store, end, workers) if moment.snapshot is not None else None
+    for number, name in enumerate(names):
         if progress is not None:
-            progress("verifying", number, len(store.manifest.parameters))
-        dual = next(duals)
-        primal = None if compared.startswith("nothing") else _primal(store, parameter.name, nearest, end)
-        lines.append(_line(store, parameter.name, dual, primal, end))
+            progress("verifying", number, len(names))
+        if duals is not None and moment.snapshot is not None:
+            lines.append(_line(store, name, next(duals), _primal(store, name, moment.snapshot, end), end))
+        else:
+            lines.append(_projected_line(store, name, end))
     if progress is not None:
-        progress("verifying", len(store.manifest.parameters), len(store.manifest.parameters))
-    return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, compared)
+        progress("verifying", len(names), len(names))
+    return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, moment.compared_with, _row_evidence(store))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What the dual at some step is compared with."""
+
+    snapshot: int | None
+    """The snapshot that the trained weights come from; None: there is none, and projections are compared."""
+    compared_with: str
+
+
+def _moment_to_compare(store: Store, end: int) -> _Moment:
+    nearest = max(step for step in store.snapshot_steps() if step <= end)
+    if nearest == end:
+        return _Moment(nearest, "the stored weights")
+    was_killed = store.manifest.ended is None and end == store.end_step
+    if (was_killed or nearest == 0) and store.manifest.keep == "slots":
+        why = "it did not end by itself" if was_killed else "there is no later snapshot"
+        return _Moment(None, f"projections of the weights, stored after each step ({why})")
+    return _Moment(nearest, f"weights rebuilt from the snapshot at step {nearest}")
+
+
+def _row_evidence(store: Store) -> pl.DataFrame:
+    known = store.manifest.rows
+    lines = [{"layer": layer, **dataclasses.asdict(evidence)} for layer, evidence in known.items()]
+    return pl.DataFrame(lines, schema=_ROW_SCHEMA)
+
+
+_ROW_SCHEMA: dict[str, Any] = {
+    "layer": pl.String,
+    "where": pl.String,
+    "proved": pl.Int64,
+    "assumed": pl.Int64,
+    "why": pl.String,
+}
 
 
 _SCHEMA: dict[str, Any] = {
@@ -150,22 +210,78 @@ def _stored(store: Store, parameter: str, step: int) -> Tensor:
     return value if rows is None else rows.of(value)
 
 
-def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int) -> dict[str, str | int | float]:
+def _line(store: Store, name: str, dual: Tensor, primal: Tensor, end: int) -> dict[str, str | int | float]:
+    first = _stored(store, name, 0)
+    found = _Comparison(
+        distance=float((dual - primal).norm()),
+        movement=float((primal - first).norm()),
+        size=max(float(primal.norm()), float(first.norm())),
+        begin=0,
+    )
+    return _judged(store, name, end, found)
+
+
+PROJECTED_STEPS = 8
+"""At so many steps weights are compared by their projections: one number at a time tells little."""
+PROJECTION_ROUNDING = 8.0
+"""So many roundoffs of the weights, a projection itself may be off."""
+
+
+def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | float]:
+    """Compare projections at some steps after the last snapshot, the last step among them."""
+    number = store.parameter(name)
+    described = store.manifest.parameters[number]
+    begin = max(step for step in store.snapshot_steps() if step <= end)
+    here = (pl.col("parameter") == number) & pl.col("after").is_not_null() & pl.col("step").is_between(begin, end - 1)
+    known = store.updates.filter(here).select("step", "after")
+    spread = np.linspace(0, max(0, known.height - 1), PROJECTED_STEPS).round().astype(int)
+    places = np.unique(spread).tolist() if known.height else []
+    dtype = getattr(torch, described.dtype)
+    seed = int(store.manifest.settings["seed"])
+    projection = Projection.of(name, described.shape, dtype, seed, vector=store.is_vector(name))
+    first = _stored(store, name, begin)
+    squares, dual = [], first
+    for place in places:
+        step, after = known.row(place)
+        dual = rebuilt(store, name, begin=begin, end=step + 1)
+        squares.append((projection.fingerprint(projection.look(dual.double())) - after) ** 2)
+    found = _Comparison(
+        distance=math.sqrt(sum(squares) / len(squares)) if squares else 0.0,
+        movement=float((dual - first).norm()),
+        size=max(float(dual.norm()), float(first.norm())),
+        begin=begin,
+        own_rounding=PROJECTION_ROUNDING * torch.finfo(dtype).eps / 2 * float(dual.norm()),
+    )
+    return _judged(store, name, end, found)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A dual beside what it is compared with."""
+
+    distance: float
+    movement: float
+    size: float
+    begin: int
+    """From which step on the dual was rebuilt."""
+    own_rounding: float = 0.0
+    """Of what it is compared with."""
+
+    @property
+    def gap(self) -> float:
+        if self.movement:
+            return self.distance / self.movement
+        return 0.0 if self.distance == 0 else math.inf
+
+
+def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, str | int | float]:
     layers = [layer.name for layer in store.users(name)]
     described = store.manifest.parameters[store.parameter(name)]
     mine = store.updates.filter((pl.col("parameter") == store.parameter(name)) & (pl.col("step") < end))
-    first = _stored(store, name, 0)
-    reached = dual if primal is None else primal
-    movement = float((reached - first).norm())
-    distance = math.nan if primal is None else float((dual - primal).norm())
-    unit = torch.finfo(getattr(torch, described.dtype)).eps / 2
     updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
-    floor = unit * math.sqrt(updates) * float(reached.norm())
-    gap = distance / movement if movement else (0.0 if distance == 0 else math.inf)
-    coarse = "autocast" in mine.columns and mine["autocast"].drop_nulls().len() > 0
-    allowed = max(tolerance(store, name), TOLERANCE["float16"] if coarse else 0.0)
-    verdict, reason = _judge(gap, distance, floor, allowed, movement)
-    if coarse and verdict == "pass":
+    floor = _floor(store, name, end, found, updates)
+    verdict, reason = _judge(found, floor)
+    if "autocast" in mine.columns and mine["autocast"].drop_nulls().len() and verdict == "pass":
         reason += " (autocast: its gradients were rounded to 16 bits)"
     lost = not_finite_from(store, store.parameter(name), end)
     mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
@@ -173,8 +289,6 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int
         verdict, reason = "fail", f"its gradient is not finite from step {lost} on"
     elif mark is not None and mark.step < end:
         verdict, reason = "inexact", f"from step {mark.step} on: {mark.why}"
-    elif primal is None:
-        verdict, reason = "unknown", "there are no weights to compare with"
     rows = kept_rows(store, name)
     if rows is not None and verdict == "pass":
         reason += f" ({len(rows.places)} of {described.shape[0]} rows: outputs=)"
@@ -183,26 +297,36 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor | None, end: int
         "parameter": name,
         "layer": " + ".join(layers),
         "updates": updates,
-        "gap": gap,
-        "distance": distance,
-        "floor": floor,
-        "movement": movement,
+        "gap": found.gap,
+        "distance": found.distance,
+        "floor": floor.total,
+        "movement": found.movement,
         "residual": float(residuals.max() or 0.0) if len(residuals) else 0.0,  # type: ignore[arg-type]
         "verdict": verdict,
         "reason": reason,
     }
 
 
-def _judge(gap: float, distance: float, floor: float, allowed: float, movement: float) -> tuple[str, str]:
-    if math.isnan(distance):
+def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) -> Floor:
+    """The rounding floor. That of the weights alone is known at once; the rest takes a walk through training, if it matters."""
+    described = store.manifest.parameters[store.parameter(name)]
+    weights = weights_floor(described.dtype, updates, found.size)
+    if found.own_rounding:
+        weights = Floor(math.hypot(weights.weights, found.own_rounding))
+    if store.manifest.keep == "totals":  # no residuals are kept; sums were made in the type of the store
+        unit = torch.finfo(getattr(torch, store.manifest.dtype)).eps / 2
+        return Floor(weights.weights, gradients=TOTALS_ROUNDING * unit * found.movement)
+    if not math.isfinite(found.distance) or found.distance <= FLOORS * weights.total:
+        return weights
+    return full_floor(store, name, found.begin, end, weights)
+
+
+def _judge(found: _Comparison, floor: Floor) -> tuple[str, str]:
+    if math.isnan(found.distance):
         return "fail", "it is not finite"
-    if movement == 0 and distance == 0:
+    if found.movement == 0 and found.distance == 0:
         return "pass", "it did not move"
-    if gap <= allowed:
-        return "pass", f"gap ≤ {allowed:.0e}"
-    if distance <= FLOORS * floor:
+    if found.distance <= FLOORS * floor.total:
         return "pass", f"within {FLOORS} rounding floors"
-    return (
-        "fail",
-        f"gap above {allowed:.0e} and {distance / floor:.0f} rounding floors" if floor else "it moved",
-    )
+    many = f"{found.distance / floor.total:.0f} rounding floors ({floor})" if floor.total else "it moved"
+    return "fail", f"{many}; {FLOORS} are allowed" if floor.total else many

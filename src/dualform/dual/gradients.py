@@ -220,6 +220,10 @@ class Replayed:
         self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
 
+    def uses(self, layer: Layer) -> list[Use]:
+        """How a layer's slots make up the parameter."""
+        return self._uses[layer.name]
+
     def sum(self, rows: slice | None = None) -> Sum:
         """Memory for a gradient, or for some rows of it."""
         if rows is not None:

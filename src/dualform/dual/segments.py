@@ -18,9 +18,11 @@ from torch import Tensor
 
 from dualform.dual.gradients import Keep, Updates, compute_dtype, kept_rows
 from dualform.dual.replay import Moment, forward, moment
-from dualform.dual.tolerance import tolerance
 from dualform.recursions import KINDS, Factor, Linear
 from dualform.store.reader import Store
+
+FITTING = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3}
+"""By type: how far, relatively, the end of a segment may be from the snapshot that the next one begins with."""
 
 
 @dataclass
@@ -71,7 +73,9 @@ def replay(store: Store, updates: Updates, keep: Keep | None, *, first: bool, la
     """Replay one segment. first: no transfer is needed, since the dual begins there; last: nothing follows that it has to fit."""
     transfer = Transfer()
     now, masked = forward(store, updates, keep, None if first else transfer.on)
-    fits = last or _fits(now, _snapshot(store, updates, updates.end), tolerance(store, updates.parameter))
+    described = store.manifest.parameters[store.parameter(updates.parameter)]
+    allowed = max(FITTING[described.dtype], FITTING[store.manifest.dtype])
+    fits = last or _fits(now, _snapshot(store, updates, updates.end), allowed)
     return Segment(updates, masked.weight, masked.average, transfer, fits)
 
 

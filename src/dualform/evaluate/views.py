@@ -68,6 +68,7 @@ def _by_sample(totals: Iterable[pl.DataFrame], dual: Dual, study: Study) -> Tens
     ids = samples_of(dual, study)
     scores: Any = 0
     for frame in totals:
+        frame = frame.drop_nulls(study.column)  # what serves all rows belongs to no sample
         wide = frame.group_by("query", study.column).agg(pl.col("total").sum()).sort("query", study.column)
         scores = scores + torch.from_numpy(wide["total"].to_numpy().copy()).reshape(-1, len(ids))
     return torch.as_tensor(scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,10 +13,20 @@ from dualform.errors import QuestionError
 from dualform.explorer.collection import Key
 from dualform.explorer.forms import Value
 from dualform.explorer.subject import Subject, plain
+from dualform.store.format import NO_ROW
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 STRETCHES = 60
 """The time axis has so many."""
+
+
+class _Slots(NamedTuple):
+    """The slots of a layer that take part in answers."""
+
+    numbers: Ints
+    rows: Ints
+    shared_steps: Ints
+    """The steps of those that serve all rows."""
 
 
 class Book:
@@ -24,7 +34,7 @@ class Book:
 
     def __init__(self, subject: Subject):
         self._subject = subject
-        self._rows_of: dict[str, Ints] = {}
+        self._slots: dict[str, _Slots] = {}
         self._lock = Lock()
 
     @cached_property
@@ -35,11 +45,31 @@ class Book:
         return self._subject.dual.rows.select(["step", *single])
 
     def rows_of(self, layer: str) -> Ints:
-        """(slots,): the row of each slot of a layer."""
+        """(n,): the row of each slot of a layer that takes part in answers; NO_ROW for slots that serve all rows."""
+        return self._slots_of(layer).rows
+
+    def slots_of(self, layer: str) -> Ints:
+        """(n,): the numbers of these slots, ascending: those that wrote something."""
+        return self._slots_of(layer).numbers
+
+    def steps_of(self, layer: str) -> Ints:
+        """(n,): their steps."""
+        slots = self._slots_of(layer)
+        steps = self.steps[slots.rows]
+        steps[slots.rows == NO_ROW] = slots.shared_steps
+        return steps
+
+    def _slots_of(self, layer: str) -> _Slots:
         with self._lock:
-            if layer not in self._rows_of:
-                self._rows_of[layer] = self._subject.dual.slots(layer)["row"].to_numpy()
-            return self._rows_of[layer]
+            if layer not in self._slots:
+                every = self._subject.dual.slots(layer)
+                wrote = every.filter(~pl.col("silent"))
+                self._slots[layer] = _Slots(
+                    np.flatnonzero(~every["silent"].to_numpy()),
+                    wrote["row"].fill_null(NO_ROW).to_numpy(),
+                    wrote.filter(pl.col("row").is_null())["step"].to_numpy(),
+                )
+            return self._slots[layer]
 
     # Samples
 

@@ -50,10 +50,10 @@ class Reading:
         number = self._book.find(given)
         key, label = self._book.key(number), self._book.label(number)
         rows = np.flatnonzero(self._book.sample_of == number)
-        slots = np.flatnonzero(np.isin(self._book.rows_of(layer), rows))[:MOST_SLOTS]
+        places = np.flatnonzero(np.isin(self._book.rows_of(layer), rows))[:MOST_SLOTS]
         problem, keys, values = "", None, None
         try:
-            keys, values = self._subject.dual.layer(layer).take(slots.tolist())
+            keys, values = self._subject.dual.layer(layer).take(self._book.slots_of(layer)[places].tolist())
         except NotRecordedError as error:
             problem = str(error)
         suspicion, rank, suspected = self._suspicion.of(key)
@@ -65,7 +65,7 @@ class Reading:
             label=self._subject.label_of(key, label),
             columns={name: plain(value) for name, value in first.items() if name != "step"},
             layer=layer,
-            visits=[] if keys is None or values is None else self._visits(slots, layer, keys, values),
+            visits=[] if keys is None or values is None else self._visits(places, layer, keys, values),
             units=self._units(layer, values),
             problem=problem,
             readers=[] if keys is None or values is None else self._readers(layer, keys, values, k),
@@ -81,8 +81,9 @@ class Reading:
             return []
         return [self._subject.named(unit) for unit in range(values.shape[1])]
 
-    def _visits(self, slots: Any, layer: str, keys: Tensor, values: Tensor) -> list[Visit]:
-        steps = self._book.steps[self._book.rows_of(layer)[slots]]
+    def _visits(self, places: Any, layer: str, keys: Tensor, values: Tensor) -> list[Visit]:
+        """places: among the slots that take part."""
+        steps = self._book.steps[self._book.rows_of(layer)[places]]
         few = bool(self._units(layer, values))
         return [
             Visit(

@@ -18,6 +18,7 @@ from dualform.explorer.forms import Curve, Kind, Parts, Prepared, Source, Source
 from dualform.explorer.keeping import Kept
 from dualform.explorer.predicting import Predictions
 from dualform.explorer.subject import Subject
+from dualform.store.format import NO_ROW, SHARED
 
 Progress = Callable[[str, int, int], None]
 Floats = np.ndarray[Any, np.dtype[Any]]
@@ -76,7 +77,7 @@ class Scoring:
         ]
 
     def scores(self, address: str, layer: str, kind: Kind, target: int) -> Floats:
-        """(slots,): one score for each slot."""
+        """(n,): one score for each slot that takes part, as in Book.rows_of()."""
         key = (address, layer, kind, None if kind == "attention" else target)
         return self._kept.get(key, lambda: self._scanned(address, layer, kind, target))
 
@@ -106,7 +107,7 @@ class Scoring:
                     del self._waiting[layer, address]
 
     def _attention(self, address: str, layer: str) -> Floats:
-        """(slots,), summed over the query's positions. One scan answers up to TOGETHER that wait."""
+        """(n,), summed over the query's positions. One scan answers up to TOGETHER that wait."""
         with self._lock:
             scanning = self._scanning.setdefault(layer, Lock())
         with scanning:
@@ -155,7 +156,7 @@ class Scoring:
                     progress(f"influence in layer {layer}", int(slots[-1]) if len(slots) else 0, scores.shape[1])
                 scores[:, slots.numpy()] = found.float().numpy()
             for (address, target), own in zip(asked, scores, strict=True):
-                self._kept.put((address, layer, "influence", target), np.array(own))
+                self._kept.put((address, layer, "influence", target), own[self._book.slots_of(layer)])
         return [Prepared(input=address, target=target, layers=list(influence)) for address, target in asked]
 
     @property
@@ -195,6 +196,9 @@ class Scoring:
         scores = self.scores(address, layer, kind, target)
         rows = self._book.rows_of(layer)
         sizes = np.abs(scores) if absolute and kind == "attention" else scores
+        time = self._time(sizes, self._book.steps_of(layer))
+        shared = sizes[rows == NO_ROW]
+        sizes, rows = sizes[rows != NO_ROW], rows[rows != NO_ROW]
         by_sample = np.bincount(self._book.sample_of[rows], sizes, minlength=self._book.samples.height)
         ranks, curves = self._curves(sizes, rows)
         return Sources(
@@ -205,24 +209,25 @@ class Scoring:
             exact=exact,
             highest=self._best(by_sample, sizes, rows, k),
             lowest=self._best(-by_sample, -sizes, rows, k, sign=-1) if kind != "attention" else [],
-            totals=self._totals(sizes, rows),
+            totals=self._totals(sizes, rows, shared),
             grouped_by=self._subject.label or "",
             parts=parts,
             ranks=ranks,
             curves=curves,
-            time=self._time(sizes, rows),
+            time=time,
         )
 
     def _best(self, by_sample: Floats, scores: Floats, rows: Any, k: int, sign: int = 1) -> list[Source]:
-        if not len(by_sample):
-            return []
-        some = np.argpartition(-by_sample, min(k, len(by_sample)) - 1)[:k]
-        some = some[np.lexsort((some, -by_sample[some]))]
         samples = self._book.sample_of[rows]
+        there = np.flatnonzero(np.bincount(samples))  # an example whose slots wrote nothing is no source
+        if not len(there):
+            return []
+        some = there[np.argpartition(-by_sample[there], min(k, len(there)) - 1)[:k]]
+        some = some[np.lexsort((some, -by_sample[some]))]
         found = []
         for number in some.tolist():
             slots = np.flatnonzero(samples == number)
-            strongest = slots[np.argmax(scores[slots])] if len(slots) else None
+            strongest = slots[np.argmax(scores[slots])]
             key, label = self._book.key(number), self._book.label(number)
             found.append(
                 Source(
@@ -231,17 +236,19 @@ class Scoring:
                     shown=self._subject.show_training(key),
                     label=self._subject.label_of(key, label),
                     weight=sign * float(by_sample[number]),
-                    step=0 if strongest is None else int(self._book.steps[rows[strongest]]),
+                    step=int(self._book.steps[rows[strongest]]),
                     visits=int(self._book.samples[number, "visits"]),
                 )
             )
         return found
 
-    def _totals(self, scores: Floats, rows: Any) -> list[Total]:
+    def _totals(self, scores: Floats, rows: Any, shared: Floats) -> list[Total]:
+        """What each class adds up to. shared: the scores of slots that serve all rows."""
         if self._subject.label is None:
             return []
         sums = np.bincount(self._book.class_of[rows], scores, minlength=len(self._book.classes))
-        return [self._total(value, place, sums[place]) for place, value in enumerate(self._book.classes)]
+        found = [self._total(value, place, sums[place]) for place, value in enumerate(self._book.classes)]
+        return _with_shared(found, shared)
 
     def _total(self, value: Any, place: int, total: float) -> Total:
         named = self._subject.named(value, place)
@@ -254,8 +261,10 @@ class Scoring:
         inputs, dual = self._predictions.inputs(address), self._subject.dual
         answer = dual.attend(inputs)[layer] if kind == "attention" else dual.contributions(inputs, target=target)[layer]
         frame = answer.total(self._subject.label).group_by(self._subject.label).sum().sort(self._subject.label)
-        lines = zip(frame[self._subject.label].to_list(), frame["total"].to_list(), strict=True)
-        return [self._total(value, place, total) for place, (value, total) in enumerate(lines)]
+        of_rows = frame.drop_nulls(self._subject.label)
+        lines = zip(of_rows[self._subject.label].to_list(), of_rows["total"].to_list(), strict=True)
+        found = [self._total(value, place, total) for place, (value, total) in enumerate(lines)]
+        return _with_shared(found, frame.filter(frame[self._subject.label].is_null())["total"].to_numpy())
 
     def _curves(self, scores: Floats, rows: Any) -> tuple[list[int], list[Curve]]:
         classes = self._book.class_of[rows]
@@ -271,9 +280,9 @@ class Scoring:
             curves.append(Curve(name=named.name, colour=named.colour, values=_rounded(shown)))
         return ranks.tolist(), curves
 
-    def _time(self, scores: Floats, rows: Any) -> Timeline:
+    def _time(self, scores: Floats, steps: Any) -> Timeline:
         edges = self._book.edges
-        place = np.clip(np.searchsorted(edges, self._book.steps[rows], side="right") - 1, 0, len(edges) - 2)
+        place = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, len(edges) - 2)
         positive, negative = (
             np.bincount(place, np.where(sign * scores > 0, scores, 0), minlength=len(edges) - 1) for sign in (1, -1)
         )
@@ -283,6 +292,13 @@ class Scoring:
             negative=_rounded(negative),
             cumulative=_rounded(np.cumsum(positive + negative)),
         )
+
+
+def _with_shared(totals: list[Total], shared: Floats) -> list[Total]:
+    """The totals of classes, and that of the slots that serve all rows, if there are any: they belong to no class."""
+    if not len(shared):
+        return totals
+    return [*totals, Total(value=None, name=SHARED, colour=len(totals), total=float(shared.sum()))]
 
 
 def _rounded(values: Any) -> list[float]:

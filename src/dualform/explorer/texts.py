@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import polars as pl
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from dualform.explorer.sources import SENTENCES
 from dualform.explorer.subject import Subject
 from dualform.explorer.text import Language
 from dualform.explorer.work import Progress
+from dualform.query.answers import Answer
 
 FOLLOWING = 10
 """So many next tokens are listed."""
@@ -109,18 +109,14 @@ class Texts:
             )[layer]
         answer = answer if part == "both" else answer.part(part)
         answer = answer if gate is None or kind == "attention" else answer.gate(gate)
-        lowest = (
-            []
-            if kind == "attention"
-            else self._told(answer.top(k, by=self._language.position, lowest=True), answer.value)
-        )
+        lowest = [] if kind == "attention" else self._best(answer, k, lowest=True)
         return Passages(
             layer=layer,
             kind=kind,
             sentence=SENTENCES[kind][1],
             token=self._language.decode([int(tokens[chosen])]),
             towards="" if kind == "attention" else self._language.decode([unit]),
-            highest=self._told(answer.top(k, by=self._language.position), answer.value),
+            highest=self._best(answer, k),
             lowest=lowest,
         )
 
@@ -149,15 +145,14 @@ class Texts:
             return self._subject.dual.influence(tokens.unsqueeze(0), target=margin, rows=1, progress=progress)
 
         answer = self._influence.get((prompt, chosen, unit), compute)[layer]
-        by = self._language.position
         return Passages(
             layer=layer,
             kind="influence",
             sentence=SENTENCES["influence"][1],
             token=self._language.decode([int(tokens[chosen])]),
             towards=self._language.decode([unit]),
-            highest=self._told(answer.top(k, by=by), answer.value),
-            lowest=self._told(answer.top(k, by=by, lowest=True), answer.value),
+            highest=self._best(answer, k),
+            lowest=self._best(answer, k, lowest=True),
         )
 
     def _unit(self, prompt: str, position: int, target: int | None) -> int:
@@ -184,11 +179,14 @@ class Texts:
             return query
         return torch.nn.functional.one_hot(query[:, 0].long(), recorded.d_in).float()  # an embedding's is a number
 
-    def _told(self, top: pl.DataFrame, value: str) -> list[Passage]:
+    def _best(self, answer: Answer, k: int, *, lowest: bool = False) -> list[Passage]:
+        """The k places with the highest totals. Slots that serve all rows stand nowhere in the text."""
+        position = self._language.position
+        top = answer.top(k + 1, by=position, lowest=lowest).drop_nulls(position)[:k]
         return [
             Passage(
-                excerpt=self._language.passage(int(line[self._language.position])),
-                weight=float(line[value]),
+                excerpt=self._language.passage(int(line[position])),
+                weight=float(line[answer.value]),
                 visits=int(line["visits"]),
             )
             for line in top.to_dicts()

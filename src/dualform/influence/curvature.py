@@ -1,7 +1,8 @@
 """Curvature: for each linear map and segment, the mean key ⊗ key and the mean error ⊗ error.
 
 Their Kronecker product stands for the mean of gradient ⊗ gradient over samples, as in K-FAC; where a row has several positions, times
-their number, as if positions were independent of each other. Error signals count without the one over the batch.
+their number, as if positions were independent of each other. Error signals count with the loss's mean undone; slots that wrote nothing
+(padding, ignored labels) do not count.
 """
 
 from __future__ import annotations
@@ -60,12 +61,16 @@ class Sums:
         self.errors = torch.zeros(pairing.groups, pairing.outputs, pairing.outputs, dtype=torch.float64)
         self.slots = 0
 
-    def add(self, keys: Keys, errors: Tensor, batch: Tensor, positions: int) -> None:
-        """errors (slots, d_out) as they are; batch (rows,): by what they are multiplied."""
+    def add(self, keys: Keys, errors: Tensor, divisor: Tensor, written: Tensor | None = None) -> None:
+        """errors (slots, d_out) as they are; divisor (slots,): by what the loss's mean has divided them.
+
+        written (slots,): which slots wrote something; the others do not count. None: all.
+        """
         pairing = self._pairing
-        taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
+        taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors) * divisor[:, None, None]
+        if written is not None:
+            taken, apart = taken[written], apart[written]
         self.slots += len(apart)
-        apart = apart * batch.repeat_interleave(positions)[:, None, None]
         self.errors += _squares(apart)
         if pairing.numbers:
             self.keys += torch.bincount(taken[taken >= 0], minlength=pairing.width)

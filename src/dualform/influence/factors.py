@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from dualform.influence.curvature import DAMPING, Curvature, Factors, Sums, damped
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.pairings import pairings
 from dualform.influence.pieces import Piece, one_slot_a_row, pieces, windows
-from dualform.influence.recorded import recorded_factors
+from dualform.influence.recorded import RECORDED_MEAN, recorded_factors
 from dualform.influence.segments import Segment
 from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
 from dualform.store.folder import flush_folder
-from dualform.store.format import SLOTS, File, checksum
+from dualform.store.format import NO_ROW, SLOTS, File, checksum
 from dualform.store.mapped import TensorFile
 from dualform.store.reader import Store
 from dualform.store.safe import write_tensors
@@ -32,7 +33,7 @@ SLOTS_TAKEN = 16384
 """So many slots of a segment give a layer's curvature, from steps spread over it."""
 STEPS_TAKEN = 16
 """From so many steps at least, if there are as many."""
-VERSION = 4
+VERSION = 5
 """Of what is kept."""
 ROWS = 8192
 """So many rows are looked at at a time."""
@@ -42,7 +43,11 @@ ByLayer = dict[str, Curvature]
 
 
 def factors(
-    store: Store, layers: Sequence[Layer], segments: Sequence[Segment], progress: Progress | None = None
+    store: Store,
+    layers: Sequence[Layer],
+    segments: Sequence[Segment],
+    loss_mean: LossMean,
+    progress: Progress | None = None,
 ) -> list[ByLayer]:
     """For each segment and layer the factors of the layer's maps: those kept beside the store, or built and then kept."""
     found: list[ByLayer] = [{} for _ in segments]
@@ -50,18 +55,18 @@ def factors(
     for done, (place, layer) in enumerate(work):
         if progress is not None:
             progress("curvature", done, len(work))
-        found[place][layer.name] = _factors(store, layer, segments[place])
+        found[place][layer.name] = _factors(store, layer, segments[place], loss_mean)
     if progress is not None:
         progress("curvature", len(work), len(work))
     return found
 
 
-def _factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
-    name = _name(store, layer, segment)
+def _factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) -> Curvature:
+    name = _name(store, layer, segment, loss_mean.mean)
     kept = _kept(store, layer, name)
     if kept is not None:
         return kept
-    built = built_factors(store, layer, segment)
+    built = built_factors(store, layer, segment, loss_mean)
     tensors = {
         f"{n}.{part}": [tensor.numpy()]
         for n, one in enumerate(built.maps)
@@ -81,30 +86,46 @@ def _factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
     return built
 
 
-def built_factors(store: Store, layer: Layer, segment: Segment) -> Curvature:
+def built_factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) -> Curvature:
     """As it was counted while recording, or from slots that are spread evenly over the segment."""
     calls = [
         (chunk, block)
         for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end)
         for block in np.flatnonzero((chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)).tolist()
     ]
-    slots = sum(int(chunk.counts[block]) for chunk, block in calls)
-    rows = sum({int(chunk.blocks[block, 3]): int(chunk.blocks[block, 4]) for chunk, block in calls}.values())
-    positions = slots / max(1, rows)
-    maps = recorded_factors(store, layer, segment, positions)
+    slots = sum(_written(chunk, block) for chunk, block in calls)
+    positions = slots / max(1, _rows(calls))
+    maps = recorded_factors(store, layer, segment, positions) if loss_mean.mean == RECORDED_MEAN else None
     if maps is None:
-        maps = [one.factors(positions) for one in _summed(store, layer, calls)]
+        maps = [one.factors(positions) for one in _summed(store, layer, calls, loss_mean)]
     simple = layer.form == "vectors" and len(maps) == 1 and one_slot_a_row(store, layer, segment)
     return Curvature(maps, _norms(store, layer, segment, maps[0]) if simple else None)
 
 
-def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]]) -> list[Sums]:
+def _written(chunk: SlotChunk, block: int) -> int:
+    """How many slots of a call wrote something."""
+    count = int(chunk.counts[block])
+    if chunk.silent is None:
+        return count
+    start = int(chunk.starts[block])
+    return count - int(chunk.silent[start : start + count].sum())
+
+
+def _rows(calls: Sequence[tuple[SlotChunk, int]]) -> int:
+    """How many rows some calls have; one that serves all rows counts as one."""
+    found = [(int(chunk.blocks[block, 3]), int(chunk.blocks[block, 4])) for chunk, block in calls]
+    shared = sum(first == NO_ROW for first, _ in found)
+    return shared + sum({first: count for first, count in found if first != NO_ROW}.values())
+
+
+def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]], loss_mean: LossMean) -> list[Sums]:
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
     sums = [Sums(pairing) for pairing in pairings(layer)]
     for piece in _spread(calls):
-        keys, errors, batch = piece.keys(dtype), piece.errors(dtype), piece.batch(dtype)
+        keys, errors = piece.keys(dtype), piece.errors(dtype)
+        divisor = loss_mean.of_slots(piece.chunk, piece.low, piece.high, dtype)
         for one in sums:
-            one.add(keys, errors, batch, piece.positions)
+            one.add(keys, errors, divisor, piece.written)
     return sums
 
 
@@ -140,11 +161,11 @@ def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
 # What is kept
 
 
-def _name(store: Store, layer: Layer, segment: Segment) -> str:
-    """The file's name says what it was built from: the slots, the segment, and how many are taken."""
+def _name(store: Store, layer: Layer, segment: Segment, mean: str) -> str:
+    """The file's name says what it was built from: the slots, the segment, how many are taken, and the loss's mean."""
     chunks = [c for c in store.manifest.chunks if c.first_step < segment.end and c.end_step > segment.begin]
     content = [
-        VERSION, asdict(layer), segment.begin, segment.end, SLOTS_TAKEN, STEPS_TAKEN,
+        VERSION, asdict(layer), segment.begin, segment.end, SLOTS_TAKEN, STEPS_TAKEN, mean,
         [[c.first_step, c.end_step, c.files[SLOTS].checksum] for c in chunks],
     ]  # fmt: skip
     return f"curvature-{checksum(json.dumps(content).encode())}.safetensors"

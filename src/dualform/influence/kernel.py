@@ -8,6 +8,7 @@ diagonal. The last form adds up over layers. It costs N³/3 for each segment and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.influence.asked import ByLayer
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.pairings import Pairing, pairings
 from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
 from dualform.influence.segments import Segment
@@ -39,6 +41,7 @@ def kernel_scores(
     segment: Segment,
     question: ByLayer,
     misfit: Misfit,
+    loss_mean: LossMean,
     damping: float,
     memory: int,
 ) -> Tensor:
@@ -56,109 +59,115 @@ def kernel_scores(
     kernel = torch.zeros(count, count, dtype=dtype)
     for layer in layers:
         for pairing in pairings(layer):
-            _add_gram(store, layer, pairing, segment, kernel)
+            _add_gram(_Rows(store, layer, segment, loss_mean), pairing, kernel)
     kernel *= weights
     kernel *= weights[:, None]
     mean = kernel.diagonal().mean()
     added = torch.where(mean > 0, damping * mean, 1)
     kernel.diagonal().add_(added)
     torch.linalg.cholesky(kernel, out=kernel)
-    along = torch.stack([_with_queries(store, layer, segment, question) for layer in layers])
+    along = torch.stack([_with_queries(_Rows(store, layer, segment, loss_mean), question) for layer in layers])
     solved = torch.cholesky_solve((along.sum(0) * weights).T, kernel).T * weights
     for own, layer in zip(along, layers, strict=True):  # what is left of each layer's part of the regression
         kernel.zero_()
         for pairing in pairings(layer):
-            _add_gram(store, layer, pairing, segment, kernel)
+            _add_gram(_Rows(store, layer, segment, loss_mean), pairing, kernel)
         own -= solved @ kernel
     return along / -added
 
 
-def _with_queries(store: Store, layer: Layer, segment: Segment, question: ByLayer) -> Tensor:
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a segment in one layer."""
+
+    store: Store
+    layer: Layer
+    segment: Segment
+    loss_mean: LossMean
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return self.segment.end_row - self.segment.first_row
+
+    def sides(self, pairing: Pairing, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
+        """Stretches of rows: which, their key sides, their error sides with the loss's mean undone, and the positions of each row."""
+        for window in windows(self.store, self.segment.first_row, self.segment.end_row, ROWS):
+            first = window.begin - self.segment.first_row
+            for here, piece, keys, errors in pieces_in(self.store, self.layer, window, dtype):
+                divisor = self.loss_mean.of_rows(piece, dtype).repeat_interleave(piece.positions)
+                apart = pairing.error_side(keys, errors) * divisor[:, None, None]
+                yield slice(first + here.start, first + here.stop), pairing.key_side(keys), apart, piece.positions
+
+
+def _with_queries(rows: _Rows, question: ByLayer) -> Tensor:
     """⟨the query's gradient, each row's⟩ in one layer, (examples, rows)."""
-    maps = question[layer.name]
+    maps = question[rows.layer.name]
     dtype, examples = maps[0].slopes.dtype, maps[0].slopes.shape[0]
-    found = torch.zeros(examples, segment.end_row - segment.first_row, dtype=dtype)
-    products = [plain(one.pairing, one.queries, one.slopes) for one in maps]
-    for window in windows(store, segment.first_row, segment.end_row, ROWS):
-        first = window.begin - segment.first_row
-        for here, piece, keys, errors in pieces_in(store, layer, window, dtype):
-            place = slice(first + here.start, first + here.stop)
-            for one, product in zip(maps, products, strict=True):
-                taken, apart = one.pairing.key_side(keys), one.pairing.error_side(keys, errors)
-                found[:, place] += product.of_rows(slice(0, examples), taken, apart, piece.positions) * piece.batch(
-                    dtype
-                )
+    found = torch.zeros(examples, rows.count, dtype=dtype)
+    for one in maps:
+        product = plain(one.pairing, one.queries, one.slopes)
+        for place, taken, apart, positions in rows.sides(one.pairing, dtype):
+            found[:, place] += product.of_rows(slice(0, examples), taken, apart, positions)
     return found
 
 
 # The kernel
 
 
-def _add_gram(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+def _add_gram(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
     """Add what one linear map says."""
     if pairing.numbers:
-        _add_one_hot(store, layer, pairing, segment, kernel)
-    elif pairing.groups == 1 and one_slot_a_row(store, layer, segment):
-        _add_outer(store, layer, pairing, segment, kernel)
+        _add_one_hot(rows, pairing, kernel)
+    elif pairing.groups == 1 and one_slot_a_row(rows.store, rows.layer, rows.segment):
+        _add_outer(rows, pairing, kernel)
     else:
-        _add_gradients(store, layer, pairing, segment, kernel)
+        _add_gradients(rows, pairing, kernel)
 
 
-def _add_outer(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+def _add_outer(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
     """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
     keys = kernel.new_zeros(len(kernel), pairing.width)
     errors = kernel.new_zeros(len(kernel), pairing.outputs)
-    for place, taken, apart, _ in _sides(store, layer, pairing, segment, kernel.dtype):
+    for place, taken, apart, _ in rows.sides(pairing, kernel.dtype):
         keys[place], errors[place] = taken[:, 0], apart[:, 0]
     for low in range(0, len(kernel), ROWS):
         some = slice(low, low + ROWS)
         kernel[some] += (keys[some] @ keys.T + pairing.constant**2) * (errors[some] @ errors.T)
 
 
-def _add_gradients(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+def _add_gradients(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
     """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
     width = pairing.groups * (pairing.width + 1)
     size = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
     for low in range(0, pairing.outputs, size):
         some = slice(low, min(low + size, pairing.outputs))
         gradients = kernel.new_zeros(len(kernel), width * (some.stop - some.start))
-        for place, taken, apart, positions in _sides(store, layer, pairing, segment, kernel.dtype):
+        for place, taken, apart, positions in rows.sides(pairing, kernel.dtype):
             extended = with_constant(pairing, taken)
-            rows = place.stop - place.start
-            apart, extended = (t.reshape(rows, positions, *t.shape[1:]) for t in (apart[..., some], extended))
-            gradients[place] += torch.einsum("rpgo,rpgw->rgow", apart, extended).reshape(rows, -1)
+            count = place.stop - place.start
+            apart, extended = (t.reshape(count, positions, *t.shape[1:]) for t in (apart[..., some], extended))
+            gradients[place] += torch.einsum("rpgo,rpgw->rgow", apart, extended).reshape(count, -1)
         kernel.addmm_(gradients, gradients.T)
 
 
-def _add_one_hot(store: Store, layer: Layer, pairing: Pairing, segment: Segment, kernel: Tensor) -> None:
+def _add_one_hot(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
     """Only rows with the same number have something in common: number by number."""
     found = [
         (np.repeat(np.arange(place.start, place.stop), positions), taken.numpy(), apart[:, 0])
-        for place, taken, apart, positions in _sides(store, layer, pairing, segment, kernel.dtype)
+        for place, taken, apart, positions in rows.sides(pairing, kernel.dtype)
     ]
     if not found:
         return
-    rows, numbers = (np.concatenate(some) for some in list(zip(*found, strict=True))[:2])
+    owners, numbers = (np.concatenate(some) for some in list(zip(*found, strict=True))[:2])
     errors = torch.cat([apart for _, _, apart in found])
-    order = np.lexsort((rows, numbers))
+    order = np.lexsort((owners, numbers))
     starts = np.flatnonzero(np.diff(numbers[order], prepend=-2))
     for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
         if numbers[order[low]] < 0:  # a key of zeros
             continue
-        mine, places = np.unique(rows[order[low:high]], return_inverse=True)
+        mine, places = np.unique(owners[order[low:high]], return_inverse=True)
         sums = errors.new_zeros(len(mine), pairing.outputs).index_add_(
             0, torch.from_numpy(places), errors[torch.from_numpy(order[low:high])]
         )
         kernel[np.ix_(mine, mine)] += sums @ sums.T
-
-
-def _sides(
-    store: Store, layer: Layer, pairing: Pairing, segment: Segment, dtype: torch.dtype
-) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
-    """Rows of the segment, key sides, error sides without one over the batch, positions."""
-    for window in windows(store, segment.first_row, segment.end_row, ROWS):
-        first = window.begin - segment.first_row
-        for here, piece, keys, errors in pieces_in(store, layer, window, dtype):
-            batch = piece.batch(dtype).repeat_interleave(piece.positions)
-            apart = pairing.error_side(keys, errors) * batch[:, None, None]
-            yield slice(first + here.start, first + here.stop), pairing.key_side(keys), apart, piece.positions

@@ -13,6 +13,7 @@ from torch import Tensor
 from dualform.influence.segments import Segment
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
+from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import PIECE_BYTES, SlotChunk
 
@@ -40,24 +41,23 @@ class Piece:
         """The slots' error signals, as they are."""
         return self.chunk.errors(dtype, self.low, self.high)
 
-    def batch(self, dtype: torch.dtype) -> Tensor:
-        """(rows,): how many rows were in each row's batch. Error signals of a mean over the batch hold one over it."""
-        slots = np.arange(self.low, self.high, self.positions)
-        blocks = np.searchsorted(self.chunk.starts, slots, "right") - 1
-        return torch.from_numpy(self.chunk.blocks[blocks, 4]).to(dtype)
-
-
-def batch_sizes(chunk: SlotChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """(slots,): how many rows were in each slot's batch."""
-    return chunk.per_slot(chunk.blocks[:, 4])
+    @property
+    def written(self) -> Tensor | None:
+        """(slots,): which slots wrote something; None: all."""
+        silent = self.chunk.silent
+        return None if silent is None else torch.from_numpy(~silent[self.low : self.high])
 
 
 def pieces(chunk: SlotChunk, begin: int, end: int, width: int) -> Iterator[Piece]:
-    """The slots of the rows begin to end (by their number), in stretches that decode to at most PIECE_BYTES."""
+    """The slots of the rows begin to end (by their number), in stretches that decode to at most PIECE_BYTES.
+
+    Slots that serve all rows are in no piece.
+    """
     most = max(1, PIECE_BYTES // (8 * max(width, 1)))
     held: Piece | None = None
     firsts, counts, each = chunk.blocks[:, 3], chunk.blocks[:, 4], chunk.blocks[:, 5]
-    for block in np.flatnonzero((firsts < end) & (firsts + counts > begin) & (each > 0)).tolist():
+    here = (firsts != NO_ROW) & (firsts < end) & (firsts + counts > begin) & (each > 0)
+    for block in np.flatnonzero(here).tolist():
         first, positions, start = int(firsts[block]), int(each[block]), int(chunk.starts[block])
         low, high = max(begin - first, 0), min(end - first, int(counts[block]))
         whole = Piece(chunk, start + low * positions, start + high * positions, positions, first + low)
@@ -113,10 +113,11 @@ def pieces_in(
 
 
 def one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
-    """Whether each row of a segment has one slot at most: not so if a module is called twice, or if two passes go backward."""
+    """Whether each row of a segment has one slot at most: not so if a module is called twice, or if two passes go backward, or if
+    some slots serve all rows."""
     for chunk in store.chunks(layer.name, begin_step=segment.begin, end_step=segment.end):
         blocks = chunk.blocks[(chunk.blocks[:, 0] >= segment.begin) & (chunk.counts > 0)]
-        firsts, counts, positions = blocks[np.argsort(blocks[:, 3]), 3:].T
-        if (positions != 1).any() or (firsts[1:] < firsts[:-1] + counts[:-1]).any():
+        firsts, counts, positions = blocks[np.argsort(blocks[:, 3]), 3:6].T
+        if (positions != 1).any() or (firsts[1:] < firsts[:-1] + counts[:-1]).any() or (firsts == NO_ROW).any():
             return False
     return True

@@ -12,6 +12,9 @@ from dualform.influence.segments import Segment
 from dualform.layers.streams import Layer
 from dualform.store.reader import Store
 
+RECORDED_MEAN = "tokens"
+"""What the recorder takes the loss for a mean over, where it counts curvature."""
+
 
 def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: float) -> list[Factors] | None:
     """The mean over the stretches between snapshots that a segment meets, by how much of them it meets.

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.pairings import Pairing, pairings
-from dualform.influence.pieces import Window, batch_sizes, pieces_in
+from dualform.influence.pieces import Window, pieces_in
 from dualform.influence.segments import Segment
 from dualform.layers.streams import Layer
 from dualform.store.reader import Store
@@ -44,6 +45,7 @@ class LinearScores:
 
     store: Store
     segments: Sequence[Segment]
+    loss_mean: LossMean
     products: Sequence[Mapping[str, Sequence[OfSlots]]]
     norms: Sequence[Mapping[str, Tensor | None]] = ()
     """The norm of each row's key, by segment and layer, where it is known: that of `Products.lengths`."""
@@ -54,10 +56,10 @@ class LinearScores:
         for layer in layers:
             maps = self._maps(number, layer)
             for here, piece, keys, errors in pieces_in(self.store, layer, window, dtype):
-                batch = piece.batch(dtype)
+                divisor = self.loss_mean.of_rows(piece, dtype)
                 for pairing, product in maps:
                     taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
-                    found[:, here] += product.of_rows(some, taken, apart, piece.positions).mul_(batch)
+                    found[:, here] += product.of_rows(some, taken, apart, piece.positions).mul_(divisor)
         return found
 
     def slots(self, number: int, chunk: SlotChunk, low: int, high: int, some: slice, dtype: torch.dtype) -> Tensor:
@@ -66,7 +68,7 @@ class LinearScores:
         keys, errors = chunk.keys(dtype, low, high), chunk.errors(dtype, low, high)
         for pairing, product in self._maps(number, chunk.layer):
             found += product.of_slots(some, pairing.key_side(keys), pairing.error_side(keys, errors))
-        return found.mul_(torch.from_numpy(batch_sizes(chunk)[low:high]).to(dtype))
+        return found.mul_(self.loss_mean.of_slots(chunk, low, high, dtype))
 
     def _maps(self, number: int, layer: Layer) -> list[tuple[Pairing, OfSlots]]:
         return list(zip(pairings(layer), self.products[number].get(layer.name, ()), strict=False))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.influence.asked import Asked, ByLayer
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.pairings import Pairing
 from dualform.influence.pieces import pieces_in, windows
 from dualform.influence.segments import Segment
@@ -94,6 +95,7 @@ def sketched(
     segment: Segment,
     question: ByLayer,
     misfit: Misfit,
+    loss_mean: LossMean,
     size: int,
     damping: float,
 ) -> dict[str, list[SketchedProducts]]:
@@ -124,7 +126,7 @@ def sketched(
                     one.of_rows(one.pairing.key_side(keys), one.pairing.error_side(keys, errors), piece.positions)
                     for one in found[layer.name]
                 ]
-                rows[here, low:high] += torch.cat(parts, 1) * piece.batch(dtype)[:, None]
+                rows[here, low:high] += torch.cat(parts, 1) * loss_mean.of_rows(piece, dtype)[:, None]
             low = high
         rows *= misfit.weights(window, dtype)[:, None]
         curvature += rows.T @ rows

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError
+from dualform.influence.loss_mean import LossMean
 from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
 from dualform.influence.segments import Segment
 from dualform.layers.streams import Layer
@@ -24,7 +25,7 @@ ROWS = 8192
 
 
 def misfit(errors: Tensor, layer: str) -> Tensor:
-    """1 − p of each row's label, (rows,), from the error signals of the logits (rows, classes), without one over the batch."""
+    """1 − p of each row's label, (rows,), from the error signals of the logits (rows, classes), with the loss's mean undone."""
     negative = (errors < 0).sum(1)
     size = errors.abs().sum(1)
     fits = ((negative == 1) | (size <= ROUNDING)) & (errors.sum(1).abs() <= TOLERANCE * size + ROUNDING)
@@ -38,7 +39,8 @@ def misfit(errors: Tensor, layer: str) -> Tensor:
     if bool((found > 1 + TOLERANCE).any()):
         raise NotRecordedError(
             f"the error signals of layer {layer!r} are larger than those of a cross-entropy averaged over the rows of a batch: "
-            f'1 − p would be {float(found.max()):.3g}. Ask method="whitened", to which the scale of the loss does not matter.'
+            f'1 − p would be {float(found.max()):.3g}. Say what the loss is a mean over (loss_mean=), or ask method="whitened", to '
+            f"which the scale of the loss does not matter."
         )
     return found.clamp(max=1)
 
@@ -46,7 +48,7 @@ def misfit(errors: Tensor, layer: str) -> Tensor:
 class Misfit:
     """1 − p of every row's label in a segment."""
 
-    def __init__(self, store: Store, segment: Segment, layer: Layer):
+    def __init__(self, store: Store, segment: Segment, layer: Layer, loss_mean: LossMean):
         """layer: the one whose output is the logits."""
         if not one_slot_a_row(store, layer, segment):
             raise NotRecordedError(
@@ -58,7 +60,8 @@ class Misfit:
         for window in windows(store, segment.first_row, segment.end_row, ROWS):
             for here, piece, _, errors in pieces_in(store, layer, window, torch.float64):
                 place = slice(*(window.begin - self._first + n for n in (here.start, here.stop)))
-                self._found[place] = misfit(errors * piece.batch(torch.float64)[:, None], layer.name)
+                whole = errors * loss_mean.of_rows(piece, torch.float64)[:, None]
+                self._found[place] = misfit(whole, layer.name)
 
     def weights(self, window: Window, dtype: torch.dtype) -> Tensor:
         """√(p / (1 − p)) of the rows of a window; 0 where p is 1, for then there is no error signal."""

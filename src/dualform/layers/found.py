@@ -37,6 +37,6 @@ class Watch:
     """The tensors whose gradients are needed."""
     slots: Callable[[Errors], list[Found]]
     key: Tensor
-    """What came in: it may tell how it was flattened, and whether it comes from data."""
+    """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
     keys: Callable[[], list[Found]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""

@@ -30,6 +30,12 @@ class Keys(Protocol):
     def vectors(self) -> Tensor:
         """The keys themselves, (n, d_in)."""
 
+    def squared(self) -> Keys:
+        """Each number squared."""
+
+    def square_norms(self) -> Tensor:
+        """‖key‖², (n,)."""
+
 
 def part(tensor: Tensor, ranges: Sequence[int]) -> Tensor:
     """Some columns, given by where they begin and end."""
@@ -74,6 +80,14 @@ class Vectors:
         """The keys themselves."""
         return self.data
 
+    def squared(self) -> Vectors:
+        """Each number squared."""
+        return Vectors(self.data.square())
+
+    def square_norms(self) -> Tensor:
+        """‖key‖²."""
+        return self.data.square().sum(1)
+
     def some(self, which: Tensor | slice) -> Vectors:
         """Those of some slots, by their places."""
         return Vectors(self.data[which] if isinstance(which, slice) else self.data.index_select(0, which))
@@ -101,6 +115,14 @@ class Numbers:
         if queries.shape[-1] == self._d_in > 1:
             return queries[..., self.places].to(self._dtype)
         return (queries.reshape(-1, 1).long() == self.places).to(self._dtype)
+
+    def squared(self) -> Numbers:
+        """Each number squared: ones stay ones."""
+        return self
+
+    def square_norms(self) -> Tensor:
+        """‖key‖²."""
+        return (self.places >= 0).to(self._dtype)
 
     def some(self, which: Tensor | slice) -> Numbers:
         """Those of some slots."""
@@ -157,6 +179,17 @@ class Maps:
     def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
         """query · key."""
         return part(queries, columns) @ part(self.vectors(), columns).T
+
+    def squared(self) -> Maps:
+        """Each number squared."""
+        found = Maps.__new__(Maps)
+        found.geometry, found.size, found.maps = self.geometry, self.size, self.maps.square()
+        return found
+
+    def square_norms(self) -> Tensor:
+        """‖key‖²."""
+        ones = self.maps.new_ones(self.geometry.patch, 1)
+        return self.squared().project(ones)[:, 0]
 
     def vectors(self) -> Tensor:
         """The patches, (n, channels × kernel)."""

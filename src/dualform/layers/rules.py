@@ -155,7 +155,9 @@ def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: A
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
 
     def slots(errors: Errors) -> list[Found]:
-        if errors is None or errors[0] is None:
+        if errors is None:  # there are no keys; this shows where the rows are
+            return [Found("", given, None, lead=1 if by_channel else given.dim() - axes)]
+        if errors[0] is None:
             return []
         error, normal = errors[0], _normalised(module, given.detach(), statistics)
         parts = error * normal

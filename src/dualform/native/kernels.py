@@ -18,6 +18,7 @@ from dualform.native.compile import library
 COUNT, NUMBER, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "slots": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
+    "zero_rows": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 2, COUNT),
     "looks": (ctypes.PyDLL, [COUNT] + [POINTER] * 3 + [COUNT] * 2 + [POINTER], COUNT),
     "walked": (ctypes.PyDLL, [COUNT, POINTER, POINTER], None),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),

@@ -52,6 +52,19 @@ static void halves(const float *x, float scale, uint16_t *out, int64_t n) {
     if (done < n) plain_halves(x + done, scale, out + done, n - done);
 }
 
+/* Flags which of the rows of x (n, d) are zero; returns how many. Most rows are left at their first number. */
+int64_t zero_rows(int64_t n, int64_t d, const float *x, uint8_t *flags) {
+    int64_t count = 0;
+    for (int64_t row = 0; row < n; row++) {
+        const float *own = x + row * d;
+        int64_t i = 0;
+        while (i < d && own[i] == 0) i++;
+        flags[row] = i == d;
+        count += flags[row];
+    }
+    return count;
+}
+
 /* sum[o] += Σ_i factor[i] x[i][o] and plain[o] += Σ_i x[i][o] over TILE vectors, or the fewer that there are. */
 LOOP void add(const float *restrict x, const float *restrict factor, int64_t rows, double *restrict sum, double *restrict plain, int64_t n) {
     if (rows == TILE)
@@ -295,8 +308,11 @@ LOOP double apart(int64_t n, const double *restrict x, double ratio, const doubl
     return sum;
 }
 
-/* How a single backward pass explains a gradient, as audit.explain has it: its factor, the residual, whether what remains is rounding,
-   whether the factor means something. seen, added: the gradient and what the pass has added, through R. */
+enum { EXPLAINED = 1, DETERMINED = 2 }; /* as in record/looks.py */
+
+/* How a single backward pass explains a gradient, as audit.explain has it: its factor; the residual; whether what remains is rounding
+   (EXPLAINED) and whether the factor means something (DETERMINED); the norm of the gradient. seen, added: the gradient and what the pass
+   has added, through R. */
 static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[4]) {
     double sums[4], ratio = 1;
     int determined = 0;
@@ -304,24 +320,21 @@ static void explain(int64_t n, const double *seen, const double *added, double s
     const double square = sums[0], both = sums[1], expected = sums[2], unit = SLACK * roundoff, size = sqrt(expected);
     double rest = sums[3];
     if (isfinite(expected) && expected != 0) {
-        if (square == 0) {
+        determined = !(size <= unit * scale);
+        if (square == 0)
             ratio = 0;
-            determined = 1;
-        } else if (!(size <= unit * scale)) {
+        else if (determined) {
             ratio = both / expected;
-            determined = isfinite(ratio);
-            if (fabs(ratio - 1) <= 16 * roundoff)
-                ratio = 1;
-            else if (fabs(ratio) * size <= unit * scale)
-                ratio = 0;
+            if (fabs(ratio - 1) <= 16 * roundoff) ratio = 1;
         }
     }
     if (ratio != 1) rest = ratio == 0 ? square : apart(n, seen, ratio, added);
     const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
+    const int explained = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
     verdict[0] = ratio;
     verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
-    verdict[2] = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
-    verdict[3] = isfinite(square) && determined;
+    verdict[2] = explained * EXPLAINED + (isfinite(square) && determined) * DETERMINED;
+    verdict[3] = whole;
 }
 
 /* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
@@ -349,7 +362,7 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
             explain(n, seen, known, look->scale, look->roundoff, found);
         else
             compare_sums(n, seen, known, found);
-        if (look->roundoff != 0) unusual += !(found[0] != 0 && found[2] != 0 && found[3] != 0);
+        if (look->roundoff != 0) unusual += !(found[0] != 0 && found[2] == EXPLAINED + DETERMINED);
         if (kept && look->roundoff != 0 && !look->random) {
             if (look->matrix) memcpy(kept, look->matrix, sizeof(float) * (size_t)look->rows);
             kept += look->rows;

@@ -25,6 +25,7 @@ from dualform.query.ranking import Best, Way, ranked_by
 from dualform.query.remembered import remembered
 from dualform.query.sketch import MOST
 from dualform.query.slots import describe
+from dualform.query.written import has_silent, written
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -101,9 +102,15 @@ class Answer(ABC):
     _terms = 1
     """How many numbers are held at a time for each score."""
 
-    def __init__(self, store: Store, layer: Layer, end: int, shape: dict[str, int], dtype: torch.dtype):
-        """shape: how many queries there are along each part of their address, e.g. query and position."""
+    def __init__(
+        self, store: Store, layer: Layer, end: int, shape: dict[str, int], dtype: torch.dtype, *, silent: bool = False
+    ):
+        """shape: how many queries there are along each part of their address, e.g. query and position.
+
+        silent: whether slots that wrote nothing (padding, ignored labels) take part.
+        """
         self._store, self.layer, self._end = store, layer, end
+        self._silent = silent
         self._names, self._shape = tuple(shape), tuple(shape.values())
         self._dtype = dtype
 
@@ -178,19 +185,26 @@ class Answer(ABC):
 
     def _members(self, where: pl.Expr | str | None, groups: Groups | None) -> Members:
         """The slots that take part, with their groups."""
-        name, by = self.layer.name, () if groups is None else tuple(groups.by)
-        every = remembered(self._store, ("members", name, by), lambda: self._all_members(groups), self._end)
-        if where is None:
-            return every
-        mask = Mask(self._store, where, self._end)
-        kept = [mask(chunk) for chunk in self._store.addresses(name, end_step=self._end)]
-        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([np.zeros(0, dtype=bool), *kept])))
-        return Members(numbers, None if every.codes is None else every.codes[numbers], every.groups)
+        if where is not None:
+            return self._chosen_members(where, groups)
+        key = ("members", self.layer.name, _columns(groups), self._leaves_out_silent)
+        return remembered(self._store, key, lambda: self._chosen_members(None, groups), self._end)
 
-    def _all_members(self, groups: Groups | None) -> Members:
+    def _chosen_members(self, where: pl.Expr | str | None, groups: Groups | None) -> Members:
         chunks = list(self._store.addresses(self.layer.name, end_step=self._end))
-        numbers = torch.arange(sum(chunk.slots for chunk in chunks))
-        return Members(numbers) if groups is None else Members(numbers, groups.of_slots(chunks).int(), len(groups))
+        codes = None if groups is None else self._codes(groups, chunks)
+        count = 1 if groups is None else len(groups)
+        mask = self._mask(where)
+        if mask is None:
+            return Members(torch.arange(sum(chunk.slots for chunk in chunks)), codes, count)
+        kept = [mask(chunk) for chunk in chunks]
+        numbers = torch.from_numpy(np.flatnonzero(np.concatenate([np.zeros(0, dtype=bool), *kept])))
+        return Members(numbers, None if codes is None else codes[numbers], count)
+
+    def _codes(self, groups: Groups, chunks: Sequence[SlotChunk]) -> Tensor:
+        """(slots,) int32: the group of each slot of the layer."""
+        key = ("group codes", self.layer.name, _columns(groups))
+        return remembered(self._store, key, lambda: groups.of_slots(chunks).int(), self._end)
 
     def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._needs_scan("single slots")
@@ -281,7 +295,19 @@ class Answer(ABC):
 
     def _mask(self, where: pl.Expr | str | None) -> Callable[[Any], Bools] | None:
         """Which slots of a chunk take part; None: all."""
-        return None if where is None else Mask(self._store, where, self._end)
+        asked = None if where is None else Mask(self._store, where, self._end)
+        if not self._leaves_out_silent:
+            return asked
+        return self._written if asked is None else lambda chunk: asked(chunk) & self._written(chunk)
+
+    def _written(self, chunk: Any) -> Bools:
+        """Which slots of a chunk wrote something."""
+        return written(chunk)
+
+    @property
+    def _leaves_out_silent(self) -> bool:
+        """Whether there are silent slots that take no part."""
+        return not self._silent and has_silent(self._store, self.layer.name, self._end)
 
     def _wide(
         self, queries: slice, where: pl.Expr | str | None, groups: Groups | None = None
@@ -301,7 +327,7 @@ class Answer(ABC):
     def sums(self, by: str | Sequence[str], *, where: pl.Expr | str | None = None, absolute: bool = False) -> Sums:
         """As total(by), but bare numbers, with visits: for millions of groups. Kept totals answer it, or a scan."""
         columns = [by] if isinstance(by, str) else list(by)
-        if where is None:
+        if where is None and not self._counts_silent:
             kept = self._kept(columns, absolute)
             if kept is not None:
                 view, totals = kept
@@ -313,6 +339,7 @@ class Answer(ABC):
                 )
                 return Sums(known, totals, view.visits(self.layer), known, ordered)
         also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
+        also += " with silent=True" if self._silent else ""
         self._needs_scan(f"totals by {'+'.join(columns)}{also}")
         groups = self._groups(by)
         totals, visits, first = self._scanned(groups, where, absolute)
@@ -322,6 +349,12 @@ class Answer(ABC):
             for frame in (groups.values, groups.described())
         )
         return Sums(values, totals[:, appeared], visits[appeared], described)
+
+    @property
+    def _counts_silent(self) -> bool:
+        """Whether silent slots take part, which kept totals leave out. Where only totals were kept, nobody knows if there were any."""
+        totals_only = self._store.manifest.keep == "totals"
+        return self._silent and (totals_only or has_silent(self._store, self.layer.name, self._end))
 
     @abstractmethod
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
@@ -384,6 +417,10 @@ class Answer(ABC):
                 pl.Series("slot", ranked.slots.reshape(-1).numpy(), pl.Int64),
             ]
         )
+
+
+def _columns(groups: Groups | None) -> tuple[str, ...]:
+    return () if groups is None else tuple(groups.by)
 
 
 def _joined(tiles: list[tuple[Tensor, Tensor, Any]]) -> tuple[Tensor, Tensor, Any]:

@@ -36,11 +36,19 @@ class LayerAttention(Answer):
     _bounded = True
 
     def __init__(
-        self, store: Store, layer: Layer, end: int, queries: Tensor, dtype: torch.dtype, columns: Sequence[int] = ()
+        self,
+        store: Store,
+        layer: Layer,
+        end: int,
+        queries: Tensor,
+        dtype: torch.dtype,
+        columns: Sequence[int] = (),
+        *,
+        silent: bool = False,
     ):
         """queries: (examples, positions, d_in). columns: where the part of the keys begins and ends, if not all counts."""
         examples, positions, _ = queries.shape
-        super().__init__(store, layer, end, {"query": examples, "position": positions}, dtype)
+        super().__init__(store, layer, end, {"query": examples, "position": positions}, dtype, silent=silent)
         self.queries, self._columns = queries, tuple(columns)
         self._stored: tuple[slice, Tensor] | None = None
         self._mapped = layer.form != "vectors" or store.manifest.dtype == str(dtype).removeprefix("torch.")
@@ -59,15 +67,16 @@ class LayerAttention(Answer):
         store, name = self._store, self.layer.name
         if where is not None or not store.has_equal_keys(name) or (groups is not None and len(groups) > FEW_GROUPS):
             return super()._pruned(k, way, where, groups)
-        visits, by = visits_of(store, name, self._end), () if groups is None else tuple(groups.by)
-        shared = remembered(store, ("shared keys", name, by), lambda: visits.shared(groups), self._end)
+        visits, by = self._visits(), () if groups is None else tuple(groups.by)
+        key = ("shared keys", name, by, self._leaves_out_silent)
+        shared = remembered(store, key, lambda: visits.shared(groups), self._end)
         bounds = self._products(shared.keys, way) if max(1, SMALL) <= len(shared.keys) <= MOST else None
         wanted = Wanted(k, way, shared.members)
         return None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
 
     def _multiplied(self, k: int, way: Way, where: pl.Expr | str | None) -> Ranked:
         equal = where is None and self._store.has_equal_keys(self.layer.name)
-        visits = visits_of(self._store, self.layer.name, self._end) if equal else None
+        visits = self._visits() if equal else None
         if visits is None or not visits.in_order:  # else ties among keys are not those among slots
             return super()._multiplied(k, way, where)
         [slots] = spread([self._best_keys(visits, k, way)], visits.slots_of, k)
@@ -97,7 +106,7 @@ class LayerAttention(Answer):
     def _scanned(self, groups: Groups, where: pl.Expr | str | None, absolute: bool) -> tuple[Tensor, Tensor, Tensor]:
         if where is not None or not self._store.has_equal_keys(self.layer.name) or len(groups) > FEW_GROUPS:
             return super()._scanned(groups, where, absolute)
-        visits = visits_of(self._store, self.layer.name, self._end)
+        visits = self._visits()
         counts, first = visits.by_group(groups)
         queries = part(self._flat, self._columns)
         totals = torch.zeros(len(queries), len(groups), dtype=torch.float64)
@@ -110,10 +119,14 @@ class LayerAttention(Answer):
                 )
         return totals, counts.sum(0), first
 
+    def _visits(self) -> Visits:
+        return visits_of(self._store, self.layer.name, self._end, silent=not self._leaves_out_silent)
+
     def part(self, name: str) -> LayerAttention:
         """For recurrent layers: the weights of the "input" or of the "recurrent" part of the keys alone."""
+        columns = part_columns(self.layer, name)
         return LayerAttention(
-            self._store, self.layer, self._end, self.queries, self._dtype, part_columns(self.layer, name)
+            self._store, self.layer, self._end, self.queries, self._dtype, columns, silent=self._silent
         )
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:

@@ -58,13 +58,14 @@ class LayerContributions(Answer):
         *,
         asked: Layer | None = None,
         uses: Sequence[Use] | None = None,
+        silent: bool = False,
         progress: Progress | None = None,
     ):
         """queries (examples, positions, d_in); gradients (examples, positions, d_out); target (examples,).
 
         asked: the layer that the queries are of, if it shares a parameter with the layer whose slots these are.
         """
-        super().__init__(store, layer, end, {"query": queries.shape[0]}, dtype)
+        super().__init__(store, layer, end, {"query": queries.shape[0]}, dtype, silent=silent)
         self._terms = max(1, queries.shape[1])  # the positions are summed last
         self._queries, self._gradients = queries.to("cpu", dtype), gradients.to("cpu", dtype)
         self._target = target.to("cpu", torch.float64)
@@ -88,7 +89,8 @@ class LayerContributions(Answer):
         return {
             other.name: LayerContributions(
                 self._store, other, self._end, self._queries, self._gradients, self._target, self._dtype,
-                asked=self._asked, uses=[use for use in self._uses if use.parameter in other.parameters], progress=self._progress,
+                asked=self._asked, uses=[use for use in self._uses if use.parameter in other.parameters], silent=self._silent,
+                progress=self._progress,
             )
             for other in others
             if self._asked is self.layer and not self._disjoint(other)
@@ -125,8 +127,9 @@ class LayerContributions(Answer):
 
     def _only(self, uses: Sequence[Use], gradients: Tensor) -> LayerContributions:
         return LayerContributions(
-            self._store, self.layer, self._end, self._queries, gradients, self._target, self._dtype, uses=uses
-        )
+            self._store, self.layer, self._end, self._queries, gradients, self._target, self._dtype, uses=uses,
+            silent=self._silent,
+        )  # fmt: skip
 
     def parts(self) -> pl.DataFrame:
         """For each query: initial part + slots + remainder = target.

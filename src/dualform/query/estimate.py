@@ -16,12 +16,14 @@ from dualform.influence import kernel, sketch, whitened
 from dualform.influence.asked import Asked, asked
 from dualform.influence.curvature import DAMPING, Curvature
 from dualform.influence.factors import factors
+from dualform.influence.loss_mean import LOSS_MEANS, LossMean
 from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
 from dualform.influence.segments import Segment, segments
 from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
 from dualform.query.forward import margin, run
 from dualform.query.influence import Influence
+from dualform.query.remembered import remembered
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
@@ -39,8 +41,12 @@ class Settings:
     damping: float | None
     size: int
     memory: int
+    silent: bool = False
+    loss_mean: str = "tokens"
 
     def __post_init__(self) -> None:
+        if self.loss_mean not in LOSS_MEANS:
+            raise QuestionError(f"loss_mean={self.loss_mean!r}: expected one of {', '.join(map(repr, LOSS_MEANS))}.")
         if self.method not in METHODS:
             raise QuestionError(f"method={self.method!r}: expected one of {', '.join(map(repr, METHODS))}.")
         if self.damping is not None and not self.damping > 0:
@@ -65,7 +71,7 @@ def estimate(
         raise QuestionError("influence() of no layers: name some with layers=, or leave it out for all.")
     found = segments(store, end, settings.segments, settings.sample)
     dtype = compute_dtype(store, layers[0].parameters[0])
-    aim = margin(model_at(end).eval(), inputs, rows, target)
+    aim = margin(model_at(end).eval(), inputs, rows, target, store.manifest.batch_axis)
     questions: list[Question] = []
     for done, segment in enumerate(found):
         if progress is not None:
@@ -89,7 +95,7 @@ def estimate(
         raise QuestionError("none of these layers was called for these inputs.")
     examples = next(iter(questions[0].values()))[0].slopes.shape[0]
     scored = _scored(store, called, found, questions, settings, progress)
-    return Influence(store, called, end, examples, scored, dtype)
+    return Influence(store, called, end, examples, scored, dtype, silent=settings.silent)
 
 
 def _scored(
@@ -100,28 +106,35 @@ def _scored(
     settings: Settings,
     progress: Progress | None,
 ) -> Scored:
+    loss_mean = loss_mean_of(store, settings.loss_mean)
     if settings.method == "whitened":
         damping = settings.damping or DAMPING
-        known = factors(store, layers, found, progress)
+        known = factors(store, layers, found, loss_mean, progress)
         products = [_whitened(q, f, damping) for q, f in zip(questions, known, strict=True)]
-        return LinearScores(store, found, products, [{name: one.norms for name, one in f.items()} for f in known])
+        norms = [{name: one.norms for name, one in f.items()} for f in known]
+        return LinearScores(store, found, loss_mean, products, norms)
     last = logits([layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out])
     shares, sketches = [], []
     for done, (segment, question) in enumerate(zip(found, questions, strict=True)):
         if progress is not None:
             progress(settings.method, done, len(found))
-        misfit = Misfit(store, segment, last)
+        common = store, layers, segment, question, Misfit(store, segment, last, loss_mean), loss_mean
         if settings.method == "kernel":
             damping = settings.damping or kernel.DAMPING
-            shares.append(kernel.kernel_scores(store, layers, segment, question, misfit, damping, settings.memory))
+            shares.append(kernel.kernel_scores(*common, damping, settings.memory))
         else:
             damping = settings.damping or sketch.DAMPING
-            sketches.append(sketch.sketched(store, layers, segment, question, misfit, settings.size, damping))
+            sketches.append(sketch.sketched(*common, settings.size, damping))
     if progress is not None:
         progress(settings.method, len(found), len(found))
     if settings.method == "kernel":
         return RowScores([layer.name for layer in layers], found, shares)
-    return LinearScores(store, found, sketches)
+    return LinearScores(store, found, loss_mean, sketches)
+
+
+def loss_mean_of(store: Store, mean: str) -> LossMean:
+    """By what error signals were divided, found once for an open store."""
+    return remembered(store, ("loss mean", mean), lambda: LossMean(store, mean))
 
 
 def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:

@@ -100,7 +100,7 @@ def _scores(
             low = piece.first_row - window.begin
             errors = piece.chunk.some_errors(np.arange(piece.low, piece.high), room)
             along = product.slopes_along(some, pairing.error_side(Vectors(errors), errors))
-            along *= piece.batch(dtype)
+            along *= scored.loss_mean.of_rows(piece, dtype)
             own = norms[first + low : first + low + piece.rows].to(dtype)
             bound[:, low : low + piece.rows].addcmul_(along.abs().mul_(lengths), own)
             found.append((layer, product, piece, along))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import QuestionError
-from dualform.layers import axes
-from dualform.layers.found import Watch
+from dualform.layers.found import Arguments, Found, Watch
+from dualform.layers.row_proof import Proof, Proofs, Told, decision_of, prove, shape_class
+from dualform.layers.rows import Layout, by_length, shape_text, tensors_in
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
 from dualform.layers.streams import Layer, joined
 
@@ -41,6 +43,8 @@ class Run:
 
 _RUNNING: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """Hooks see every call of a module, whoever calls it."""
+_PROOFS: WeakKeyDictionary[nn.Module, Proofs] = WeakKeyDictionary()
+"""Where the examples are in the inputs of each model's layers."""
 
 
 def run(
@@ -52,9 +56,74 @@ def run(
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
     gradients: bool = False,
 ) -> Run:
-    """Run a model in evaluation mode. Threads that share it wait for each other."""
+    """Run a model in evaluation mode. Threads that share it wait for each other.
+
+    batch_axis: what the recording was told of where rows are.
+    """
     with _RUNNING.setdefault(model, RLock()):
-        return _run(model, layers, inputs, _rows(inputs) if rows is None else rows, batch_axis, target, gradients)
+        count = _rows(inputs, batch_axis.get("")) if rows is None else rows
+        return _run(model, layers, inputs, count, batch_axis, target, gradients)
+
+
+@dataclass
+class _Call:
+    """One call of a module that layers belong to."""
+
+    module: str
+    number: int
+    watch: Watch
+
+    def is_among(self, nodes: set[Any]) -> bool:
+        """Whether what it gave is among some nodes of the autograd graph."""
+        return any(output.grad_fn in nodes for output in self.watch.outputs)
+
+
+class _Listener:
+    """Hooks on the modules of some layers, which note every call."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], copy_outputs: bool):
+        """copy_outputs: an activation in place would change what is held."""
+        self.calls: list[_Call] = []
+        self.modules: dict[str, nn.Module] = {}
+        self.owners: dict[str, str] = {}
+        """The module of each layer."""
+        self._copy_outputs = copy_outputs
+        self._handles: list[RemovableHandle] = []
+        self._hook_modules(model, layers)
+
+    def _hook_modules(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        modules = dict(model.named_modules())
+        inside = {id(inner) for module in modules.values() for inner in parts_of(module)}
+        for name, module in modules.items():
+            rule = rule_for(module)
+            mine = [one.name for one in layers if one.name == name or one.name.startswith(f"{name}." if name else "")]
+            if rule is not None and mine and id(module) not in inside:
+                self.modules[name] = module
+                for layer in mine:
+                    self.owners[layer] = name
+                self._hook(name, module, rule)
+
+    def _hook(self, name: str, module: nn.Module, rule: Rule) -> None:
+        begun: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            begun[:] = [rule.begin(module) if rule.begin else None]
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
+                number = sum(call.module == name for call in self.calls)
+                self.calls.append(_Call(name, number, watch))
+            return output.clone() if self._copy_outputs and isinstance(output, Tensor) else None
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def __enter__(self) -> _Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _run(
@@ -67,65 +136,38 @@ def _run(
     gradients: bool,
 ) -> Run:
     by_name = {layer.name: layer for layer in layers}
-    seen: list[tuple[str, Watch]] = []
-    flattened: dict[int, int] = {}
-    handles = []
-
-    def hook(name: str, rule: Rule) -> Callable[..., Any]:
-        begun: list[Any] = []
-
-        def before(module: nn.Module, args: Any) -> None:
-            begun[:] = [rule.begin(module) if rule.begin else None]
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                key = watch.key
-                if key.dim() == 2 and (axis := axes.flattened_from(key, rows)) is not None:
-                    flattened[len(key)] = axis
-                seen.append((name, watch))
-            # An activation in place would change what we hold
-            return output.clone() if gradients and isinstance(output, Tensor) else None
-
-        handles.append(modules[name].register_forward_pre_hook(before))
-        return note
-
-    modules = dict(model.named_modules())
-    inside = {id(inner) for module in modules.values() for inner in parts_of(module)}
-    try:
-        for name, module in modules.items():
-            rule = rule_for(module)
-            mine = [n for n in by_name if n == name or n.startswith(f"{name}." if name else "")]
-            if rule is not None and mine and id(module) not in inside:
-                handles.append(module.register_forward_hook(hook(name, rule), with_kwargs=True))
-        with torch.enable_grad():  # without it, a flattened input does not tell where it comes from
-            output = _call(model.requires_grad_(True), inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # a quantised weight has no gradient
+            parameter.requires_grad_(True)
+    with _Listener(model, layers, copy_outputs=gradients) as listener:
+        with torch.enable_grad():  # the graph tells which calls the output depends on
+            output = _call(model, inputs)
+        nodes = _nodes_behind(output)
+        calls = [call for call in listener.calls if call.is_among(nodes)] if nodes else listener.calls
+        told = Told(batch_axis, listener.owners, batch_axis.get(""))
+        proof = _prove(model, inputs, calls, rows, told, listener)
     chosen = _target(output, target, rows) if gradients else torch.zeros(rows)
-    slopes = _slopes(chosen, [watch for _, watch in seen]) if gradients else [None] * len(seen)
+    slopes = _slopes(chosen, [call.watch for call in calls]) if gradients else [None] * len(calls)
     queries: dict[str, list[Tensor]] = {}
     along: dict[str, list[Tensor]] = {}
-    for (name, watch), slope in zip(seen, slopes, strict=True):
-        for found in watch.slots(slope):
-            layer = by_name.get(joined(name, found.layer))
-            if layer is None:
+    for call, slope in zip(calls, slopes, strict=True):
+        for found in call.watch.slots(slope):
+            layer = by_name.get(joined(call.module, found.layer))
+            if layer is None or (found.errors is None and gradients):
                 continue
-            keys = found.keys.detach()
-            lead = tuple(keys.shape[: keys.dim() - 1 if found.lead is None else found.lead])
-            known = flattened.get(lead[0]) if len(lead) == 1 else None
-            told = batch_axis.get(layer.name, batch_axis.get(name))
-            if found.axis is not None:
-                where = axes.module_layout(lead, rows, layer=layer.name, axis=found.axis, told=told)
+            leading = found.keys.dim() - 1 if found.lead is None else found.lead
+            where = _layout(layer.name, call, found, leading, rows, told, proof)
+            keys = queries_of(layer, found.keys.detach())
+            queries.setdefault(layer.name, []).append(_by_example(keys, leading, where, rows))
+            if found.errors is None:
+                continue
+            if where.is_shared:
+                # One backward pass gives the sum over all examples: each needs its own
+                errors = [_errors_of(call.watch, found.layer, example) for example in chosen]
+                each = [_by_example(one, leading, where, 1) for one in errors]
+                along.setdefault(layer.name, []).append(torch.cat(each))
             else:
-                where = axes.layout(lead, rows, layer=layer.name, axis=told, evidence=() if known is None else (known,))
-            keys = queries_of(layer, keys)
-            positions = where.positions * math.prod(keys.shape[len(lead) : -1])
-            keys = where.slots(keys.flatten(len(lead))).reshape(rows, positions, keys.shape[-1])
-            queries.setdefault(layer.name, []).append(keys)
-            if found.errors is not None:
-                errors = where.slots(found.errors.flatten(len(lead)))
-                along.setdefault(layer.name, []).append(errors.reshape(rows, positions, found.errors.shape[-1]))
+                along.setdefault(layer.name, []).append(_by_example(found.errors, leading, where, rows))
     captured = {
         name: Captured(torch.cat(some, 1), torch.cat(along[name], 1) if name in along else None)
         for name, some in queries.items()
@@ -133,22 +175,90 @@ def _run(
     return Run({name: captured[name] for name in by_name if name in captured}, chosen.detach())
 
 
-def _rows(inputs: Any) -> int:
-    tensors = axes.tensors_in(inputs)
-    if not tensors or not tensors[0].dim():
+def _nodes_behind(output: Any) -> set[Any]:
+    """The nodes of the autograd graph that an output depends on."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+    found: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _prove(model: nn.Module, inputs: Any, calls: Sequence[_Call], rows: int, told: Told, listener: _Listener) -> Proof:
+    """Where the examples are in each call; nothing to prove for a single one."""
+    if rows < 2:
+        return Proof()
+    shapes: dict[str, set[Hashable]] = {}
+    for call in calls:
+        shapes.setdefault(call.module, set()).add(shape_class(call.watch.key, rows))
+    arguments = _arguments(inputs)
+    proofs = _PROOFS.setdefault(model, Proofs())
+    proof, _ = proofs.get(
+        model, arguments, shapes, rows, lambda: prove(model, arguments, rows, told, listener.modules, shapes)
+    )
+    return proof
+
+
+def _layout(layer: str, call: _Call, found: Found, leading: int, rows: int, told: Told, proof: Proof) -> Layout:
+    lead = tuple(found.keys.shape[:leading])
+    where = told.reading(layer, lead, rows, found.axis)
+    if where is None:
+        where = decision_of(proof.decisions.get(layer, []), call.number).where
+    if where is None and (rows < 2 or not proof.decisions):
+        where = by_length(lead, rows, found.axis)
+    layout = None if where is None else where.layout(lead, rows)
+    if layout is None:
+        raise QuestionError(
+            f"layer {layer!r} gets an input of shape {shape_text(lead)}, and it is not clear which of its vectors belong to which of "
+            f"the {rows} examples. Ask one example at a time, or say how many there are: rows=."
+        )
+    return layout
+
+
+def _by_example(tensor: Tensor, leading: int, where: Layout, rows: int) -> Tensor:
+    """(*lead, …, features) → (examples, positions, features). What all examples share is repeated for each."""
+    features = tensor.shape[-1]
+    positions = where.positions * math.prod(tensor.shape[leading:-1])
+    slots = where.slots(tensor.flatten(leading))
+    if where.is_shared:
+        return slots.reshape(1, positions, features).expand(rows, -1, -1)
+    return slots.reshape(rows, positions, features)
+
+
+def _errors_of(watch: Watch, layer: str, example: Tensor) -> Tensor:
+    """The error signals that one example's target gives a layer."""
+    [slopes] = _slopes(example, [watch])
+    for found in watch.slots(slopes):
+        if found.layer == layer and found.errors is not None:
+            return found.errors
+    raise QuestionError(f"layer {layer!r} has no error signals for this target.")
+
+
+def _rows(inputs: Any, axis: int | None) -> int:
+    """How many examples there are. axis: of the first tensor, if it is not the first one."""
+    tensors = tensors_in(inputs)
+    place = axis or 0
+    if not tensors or tensors[0].dim() <= place:
         raise QuestionError(
             f"the inputs are {type(inputs).__name__}; expected a tensor, a tuple of the model's arguments, or a "
             f"dictionary of them, with at least one tensor that has an entry for each example."
         )
-    return tensors[0].shape[0]
+    return tensors[0].shape[place]
+
+
+def _arguments(inputs: Any) -> Arguments:
+    """The positional and named arguments of the model that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    return model(inputs)
+    positional, named = _arguments(inputs)
+    return model(*positional, **named)
 
 
 def _target(output: Any, target: Any, rows: int) -> Tensor:
@@ -187,6 +297,7 @@ def margin(
     inputs: Any,
     rows: int | None,
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
+    batch_axis: Mapping[str, int],
 ) -> Callable[[Any], Tensor]:
     """The margin of a class as a target: its logit less the logsumexp of all others, log(p / (1 − p)).
 
@@ -197,7 +308,7 @@ def margin(
         return target
     with torch.no_grad():
         output = _call(model, inputs)
-    rows = _rows(inputs) if rows is None else rows
+    rows = _rows(inputs, batch_axis.get("")) if rows is None else rows
     _target(output, target, rows)  # says what is wrong, if anything is
     classes = _numbers(output, target, rows)
 
@@ -212,7 +323,7 @@ def _slopes(target: Tensor, watches: Sequence[Watch]) -> list[list[Tensor | None
     """∂target/∂output for every call of every layer; 0 where the target does not depend on it."""
     outputs = [output for watch in watches for output in watch.outputs]
     needed = [output for output in outputs if output.requires_grad]
-    found = iter(torch.autograd.grad(target.sum(), needed, allow_unused=True) if needed else ())
+    found = iter(torch.autograd.grad(target.sum(), needed, retain_graph=True, allow_unused=True) if needed else ())
     slopes: list[list[Tensor | None]] = []
     for watch in watches:
         mine: list[Tensor | None] = []

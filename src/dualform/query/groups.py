@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QuestionError
+from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -18,9 +19,13 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Groups:
-    """The groups that `by` makes of a layer's slots; `groups(chunk)` gives each slot's group number."""
+    """The groups that `by` makes of a layer's slots; `groups(chunk)` gives each slot's group number.
 
-    def __init__(self, store: Store, layer: str, by: str | Sequence[str], end: int):
+    Slots that serve all rows have null in the user's columns, and make a group of their own.
+    """
+
+    def __init__(self, store: Store, layer: str | None, by: str | Sequence[str], end: int):
+        """layer: None for the groups of rows, whatever layer their slots are of."""
         self.by = [by] if isinstance(by, str) else list(by)
         known = ["step", "position", *(c.name for c in store.manifest.columns)]
         unknown = [name for name in self.by if name not in known]
@@ -32,8 +37,10 @@ class Groups:
         per_position = {"position"} | {c.name for c in store.manifest.columns if c.per == "position"}
         self._codes: Ints | None = None
         self._by_slot: dict[int, Ints] = {}
+        self._shared: dict[int, int] = {}
+        """The group of the slots without a row, by step."""
+        chunks = [] if layer is None else list(store.addresses(layer, end_step=end))
         if per_position & set(self.by):
-            chunks = list(store.addresses(layer, end_step=end))
             columns = [name for name in self.by if name != "position"]
             tables = [store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
             whole = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
@@ -43,16 +50,28 @@ class Groups:
                 self._by_slot[chunk.first_slot] = codes[low:high]
         else:
             self._rows = store.rows.filter(pl.col("step") < end)
-            self.values, self._codes = _number(self._rows.select(self.by))
+            shared = _shared_steps(chunks)
+            without = _without_row(self._rows.select(self.by), shared)
+            self.values, codes = _number(pl.concat([self._rows.select(self.by), without]))
+            self._codes = codes[: self._rows.height]
+            self._shared = dict(zip(shared.tolist(), codes[self._rows.height :].tolist(), strict=True))
 
     def __len__(self) -> int:
         return self.values.height
 
     def __call__(self, chunk: SlotChunk) -> Ints:
         """(slots,): the number of each slot's group."""
-        if self._codes is not None:
-            return self._codes[chunk.rows()]
-        return self._by_slot[chunk.first_slot]
+        if self._codes is None:
+            return self._by_slot[chunk.first_slot]
+        rows = chunk.rows()
+        if not self._shared:
+            return self._codes[rows]
+        known = rows != NO_ROW
+        found = np.empty(len(rows), np.int64)
+        found[known] = self._codes[rows[known]]
+        steps = chunk.per_slot(chunk.blocks[:, 0])[~known]
+        found[~known] = [self._shared[step] for step in steps.tolist()]
+        return found
 
     def of_slots(self, chunks: Sequence[SlotChunk]) -> Tensor:
         """The same for all slots of some chunks."""
@@ -75,6 +94,22 @@ class Groups:
         )
         same = [name for name in others if bool(table[f"{name} is one"].all())]
         return self.values.join(table.select(self.by + same), on=self.by, how="left", maintain_order="left")
+
+
+def _shared_steps(chunks: Sequence[SlotChunk]) -> Ints:
+    """The steps in which there are slots without a row, ascending."""
+    steps = [chunk.blocks[chunk.shared, 0] for chunk in chunks if chunk.shared is not None]
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *steps]))
+
+
+def _without_row(like: pl.DataFrame, steps: Ints) -> pl.DataFrame:
+    """A line for each of these steps, with null in all other columns. like: has the columns and their types."""
+    return pl.DataFrame(
+        [
+            pl.Series(name, steps, kind) if name == "step" else pl.Series(name, [None] * len(steps), kind)
+            for name, kind in like.schema.items()
+        ]
+    )
 
 
 def _number(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:

@@ -23,8 +23,11 @@ from dualform.influence.scored import LinearScores, Scored
 from dualform.layers.streams import Layer
 from dualform.query.answers import Answer, Ranked, Scores, Sums, check
 from dualform.query.foremost import can_be_bounded, foremost
+from dualform.query.groups import Groups
 from dualform.query.masks import Bools, condition_columns
 from dualform.query.ranking import Way
+from dualform.query.remembered import remembered
+from dualform.query.written import has_silent, rows_written
 from dualform.store.reader import Store
 from dualform.store.slots import PIECE_BYTES, SlotChunk
 
@@ -35,6 +38,8 @@ class Rows:
 
     number: int
     window: Window
+    shared: None = None
+    """No row serves all rows."""
 
     @property
     def first_slot(self) -> int:
@@ -68,9 +73,17 @@ class RowInfluence(Answer):
     value = "influence"
 
     def __init__(
-        self, store: Store, layers: Sequence[Layer], end: int, examples: int, scored: Scored, dtype: torch.dtype
+        self,
+        store: Store,
+        layers: Sequence[Layer],
+        end: int,
+        examples: int,
+        scored: Scored,
+        dtype: torch.dtype,
+        *,
+        silent: bool = False,
     ):
-        super().__init__(store, layers[0], end, {"query": examples}, dtype)
+        super().__init__(store, layers[0], end, {"query": examples}, dtype, silent=silent)
         self._layers, self._scored = list(layers), scored
 
     def __repr__(self) -> str:
@@ -121,6 +134,16 @@ class RowInfluence(Answer):
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
         return None
 
+    @property
+    def _leaves_out_silent(self) -> bool:
+        return not self._silent and any(has_silent(self._store, layer.name, self._end) for layer in self._layers)
+
+    def _written(self, chunk: Any) -> Bools:
+        """Which rows wrote something, in any of these layers."""
+        every = rows_written(self._store, [layer.name for layer in self._layers], self._end)
+        found: Bools = every[slice(*chunk.row_range)]
+        return found
+
     def _mask(self, where: pl.Expr | str | None) -> Callable[[Any], Bools] | None:
         if where is not None and _positional(self._store, condition_columns(where, self._store, "where")):
             raise MaskError(
@@ -136,6 +159,11 @@ class RowInfluence(Answer):
     def _top_per(self, k: int, per: str | Sequence[str], where: pl.Expr | str | None, way: Way) -> pl.DataFrame:
         self._check_by(per)
         return super()._top_per(k, per, where, way)
+
+    def _groups(self, by: str | Sequence[str]) -> Groups:
+        store, end = self._store, self._end
+        key = by if isinstance(by, str) else tuple(by)
+        return remembered(store, ("groups of rows", key), lambda: Groups(store, None, by, end), end)
 
     def _check_by(self, by: str | Sequence[str]) -> None:
         if _positional(self._store, {by} if isinstance(by, str) else set(by)):
@@ -154,9 +182,21 @@ class LayerInfluence(Answer):
 
     value = "influence"
 
-    def __init__(self, store: Store, layer: Layer, end: int, examples: int, scored: LinearScores, dtype: torch.dtype):
-        super().__init__(store, layer, end, {"query": examples}, dtype)
-        self._scored = scored
+    def __init__(
+        self,
+        store: Store,
+        layer: Layer,
+        end: int,
+        examples: int,
+        scored: LinearScores,
+        dtype: torch.dtype,
+        *,
+        silent: bool = False,
+        only_rows: bool = False,
+    ):
+        """only_rows: slots that serve all rows take no part."""
+        super().__init__(store, layer, end, {"query": examples}, dtype, silent=silent)
+        self._scored, self._only_rows = scored, only_rows
 
     def __repr__(self) -> str:
         return f"LayerInfluence({self.layer.name!r}, {self._address.height} queries): top, total, scores"
@@ -171,8 +211,11 @@ class LayerInfluence(Answer):
 
     def _inside(self, chunk: SlotChunk) -> Bools:
         """Which slots are in a segment."""
-        steps = chunk.per_slot(chunk.blocks[:, 0])
-        return reduce(np.logical_or, [(steps >= s.begin) & (steps < s.end) for s in self._scored.segments])
+        steps = chunk.blocks[:, 0]
+        inside = reduce(np.logical_or, [(steps >= s.begin) & (steps < s.end) for s in self._scored.segments])
+        if self._only_rows and chunk.shared is not None:
+            inside = inside & ~chunk.shared
+        return chunk.per_slot(inside)
 
     def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
         found = torch.zeros(queries.stop - queries.start, high - low, dtype=self._dtype)
@@ -199,8 +242,8 @@ class Influence(RowInfluence, Mapping[str, Answer]):
             raise UnknownLayerError(f"layer {layer!r} was left out, or not called for these inputs.")
         common = self._end, self._address.height
         if isinstance(self._scored, LinearScores):
-            return LayerInfluence(self._store, found[layer], *common, self._scored, self._dtype)
-        return RowInfluence(self._store, [found[layer]], *common, self._scored, self._dtype)
+            return LayerInfluence(self._store, found[layer], *common, self._scored, self._dtype, silent=self._silent)
+        return RowInfluence(self._store, [found[layer]], *common, self._scored, self._dtype, silent=self._silent)
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self._layers)
@@ -214,7 +257,11 @@ class Influence(RowInfluence, Mapping[str, Answer]):
         asked = set(columns) | (set() if where is None else condition_columns(where, self._store, "where"))
         if absolute or not _positional(self._store, asked) or not isinstance(self._scored, LinearScores):
             return super().sums(by, where=where, absolute=absolute)
-        return _added([self[layer].sums(by, where=where) for layer in self])
+        common = self._end, self._address.height, self._scored, self._dtype
+        answers = [
+            LayerInfluence(self._store, layer, *common, silent=self._silent, only_rows=True) for layer in self._layers
+        ]
+        return _added([answer.sums(by, where=where) for answer in answers])
 
 
 def _positional(store: Store, columns: set[str]) -> bool:
@@ -232,4 +279,9 @@ def _added(parts: Sequence[Sums]) -> Sums:
         places = torch.from_numpy(found.to_numpy().astype(np.int64))
         totals[:, places] += part.totals
         visits[places] = torch.maximum(visits[places], part.visits)
-    return Sums(values.drop(" place"), totals, visits, values.drop(" place"))
+    values = values.drop(" place")
+    # Slots that serve all rows have left an empty group behind
+    empty = values.select(pl.all_horizontal(pl.all().is_null())).to_series().to_numpy() & (visits == 0).numpy()
+    kept = np.flatnonzero(~empty)
+    values = values[kept]
+    return Sums(values, totals[:, kept], visits[kept], values)

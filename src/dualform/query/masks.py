@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import MaskError
+from dualform.store.format import NO_ROW
 
 if TYPE_CHECKING:
     from dualform.store.reader import Store
@@ -18,7 +19,11 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Mask:
-    """Which slots take part. `mask(chunk)` gives (slots,) booleans."""
+    """Which slots match a condition. `mask(chunk)` gives (slots,) booleans.
+
+    A slot that serves all rows has a step and a position, and null in the user's columns. Null is no match, so a condition on the
+    user's columns does not select such a slot, nor does its opposite: a mask with keep= leaves it out, one with drop= leaves it in.
+    """
 
     def __init__(self, store: Store, where: pl.Expr | str, end: int, *, name: str = "where"):
         self._store, self._end, self._name = store, end, name
@@ -34,34 +39,69 @@ class Mask:
             self._rows = evaluate(self._where, table, name)
 
     def __call__(self, chunk: SlotChunk) -> Bools:
-        """(slots,): which slots of a chunk take part."""
-        if self._rows is not None:
-            here = self._rows[slice(*chunk.row_range)]
-            if not here.any() or here.all():  # most chunks, where few are asked for
-                return np.full(chunk.slots, bool(here.any()))
-            return self._rows[chunk.rows()]
-        found = self._of_layer(chunk.layer.name)
-        return found[chunk.first_slot : chunk.first_slot + chunk.slots]
+        """(slots,): which slots of a chunk match."""
+        if self._rows is None:
+            found = self._of_layer(chunk.layer.name)
+            return found[chunk.first_slot : chunk.first_slot + chunk.slots]
+        if chunk.shared is not None:
+            return self._with_shared(chunk, self._rows)
+        here = self._rows[slice(*chunk.row_range)]
+        if not here.any() or here.all():  # most chunks, where few are asked for
+            return np.full(chunk.slots, bool(here.any()))
+        return self._rows[chunk.rows()]
+
+    def _with_shared(self, chunk: SlotChunk, by_row: Bools) -> Bools:
+        """(slots,) of a chunk in which some slots have no row."""
+        rows = chunk.rows()
+        known = rows != NO_ROW
+        found = np.empty(chunk.slots, np.bool_)
+        found[known] = by_row[rows[known]]
+        found[~known] = evaluate_shared(self._where, self._slot_table(chunk).filter(~known), self._name)
+        return found
 
     def _of_layer(self, layer: str) -> Bools:
+        """(slots,), evaluated over the slots of a layer."""
         if layer not in self._slots:
-            pieces = [
-                self._store.slot_table(chunk, sorted(self._columns - {"position"}))
-                for chunk in self._store.addresses(layer, end_step=self._end)
-            ]
+            chunks = list(self._store.addresses(layer, end_step=self._end))
+            pieces = [self._slot_table(chunk) for chunk in chunks]
             table = pl.concat(pieces) if pieces else pl.DataFrame(schema={"position": pl.Int64})
+            known = np.concatenate([np.zeros(0, np.bool_), *(chunk.rows() != NO_ROW for chunk in chunks)])
+            of_rows = table.filter(known)
             for column in self._positional:
-                if table[column].null_count():
+                if of_rows[column].null_count():
                     raise MaskError(
                         f"{self._name}: the column {column!r} has an entry for each position, but layer {layer!r} has "
                         f"another number of positions. Ask a layer with the same positions, or use columns per row."
                     )
-            self._slots[layer] = evaluate(self._where, table, self._name)
+            found = np.empty(len(known), np.bool_)
+            found[known] = evaluate(self._where, of_rows, self._name)
+            found[~known] = evaluate_shared(self._where, table.filter(~known), self._name)
+            self._slots[layer] = found
         return self._slots[layer]
+
+    def _slot_table(self, chunk: SlotChunk) -> pl.DataFrame:
+        return self._store.slot_table(chunk, sorted(self._columns - {"position"}))
 
 
 def evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
     """A condition over a table: true or false for each of its lines."""
+    result = _result(where, table, name)
+    if result.null_count():
+        raise MaskError(
+            f"{name}: {where} is null for {result.null_count()} rows. Say what null means, e.g. with .fill_null(False)."
+        )
+    return result.to_numpy()
+
+
+def evaluate_shared(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
+    """A condition over slots that serve all rows, a line each: null is no match, and they do not match what compares rows."""
+    if not table.height or not _is_of_one_row(where):
+        return np.zeros(table.height, np.bool_)
+    return _result(where, table, name).fill_null(False).to_numpy()
+
+
+def _result(where: pl.Expr, table: pl.DataFrame, name: str) -> pl.Series:
+    """A condition over a table, as Polars gives it: true, false or null for each of its lines."""
     try:
         result = table.select(where.alias("mask"))["mask"]
     except pl.exceptions.PolarsError as error:
@@ -74,11 +114,7 @@ def evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
         result = result.new_from_index(0, table.height)
     if len(result) != table.height:
         raise MaskError(f"{name}: {where} gives {len(result)} values for {table.height} rows.")
-    if result.null_count():
-        raise MaskError(
-            f"{name}: {where} is null for {result.null_count()} rows. Say what null means, e.g. with .fill_null(False)."
-        )
-    return result.to_numpy()
+    return result
 
 
 def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
@@ -107,11 +143,21 @@ def over_groups(where: pl.Expr | str, groups: pl.DataFrame, name: str) -> Bools 
     A mean over rows is no mean over groups, so only expressions that are known to look at one row are taken.
     """
     condition = read_condition(where, name)
+    if not _is_of_one_row(condition):
+        return None
+    shared = groups.select(pl.all_horizontal(pl.all().is_null())).to_series().to_numpy()
+    found = np.empty(groups.height, np.bool_)
+    found[~shared] = evaluate(condition, groups.filter(~shared), name)
+    found[shared] = evaluate_shared(condition, groups.filter(shared), name)
+    return found
+
+
+def _is_of_one_row(condition: pl.Expr) -> bool:
+    """Whether the answer for a row depends on that row alone, as far as can be told."""
     try:
-        one_row = _looks_at_one_row(json.loads(condition.meta.serialize(format="json")))
+        return _looks_at_one_row(json.loads(condition.meta.serialize(format="json")))
     except RecursionError:  # too deep to be sure
-        one_row = False
-    return evaluate(condition, groups, name) if one_row else None
+        return False
 
 
 ONE_ROW = {

@@ -9,8 +9,11 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.influence.loss_mean import LossMean
 from dualform.query.groups import Groups
 from dualform.query.masks import Mask
+from dualform.query.written import written
+from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 
 NO_UNIT = torch.iinfo(torch.int64).max
@@ -49,19 +52,22 @@ def mislabelled(
 def _slots(
     store: Store, layer: str, end: int, dtype: torch.dtype, groups: Groups, where: pl.Expr | str | None, mean: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stretches of slots: the numbers of their groups (m,), and error signals (m, d_out) with a mean undone."""
+    """Stretches of slots: the numbers of their groups (m,), and error signals (m, d_out) with a mean undone.
+
+    Only slots that had a loss, of some row: padding and ignored labels say nothing about a sample's label.
+    """
     mask = None if where is None else Mask(store, where, end)
+    loss_mean = LossMean(store, "tokens" if mean else "none")
     d_out = store.layer(layer)[1].d_out
     for chunk in store.chunks(layer, end_step=end):
-        counts = torch.from_numpy(chunk.per_slot(chunk.counts)).to(dtype)
-        kept = np.ones(chunk.slots, dtype=bool) if mask is None else mask(chunk)
+        kept = written(chunk) & (chunk.rows() != NO_ROW)
+        if mask is not None:
+            kept &= mask(chunk)
         numbers = groups(chunk)
         for low, high in chunk.pieces(d_out):
             places = torch.from_numpy(np.flatnonzero(kept[low:high]))
-            errors = chunk.errors(dtype, low, high)[places]
-            if mean:
-                errors = errors * counts[low:high][places].unsqueeze(1)
-            yield torch.from_numpy(numbers[low:high])[places], errors
+            errors = chunk.errors(dtype, low, high) * loss_mean.of_slots(chunk, low, high, dtype).unsqueeze(1)
+            yield torch.from_numpy(numbers[low:high])[places], errors[places]
 
 
 class _Evidence:

@@ -107,7 +107,8 @@ class Dual:
         return self.store.log.filter(pl.col("step") < self.end_step)
 
     def slots(self, layer: str) -> pl.DataFrame:
-        """Where each slot of a layer comes from, in the order of `weights()`: its row in `rows`, its step, its position."""
+        """Where each slot of a layer comes from, in the order of slot numbers: its row in `rows`, its step and position, and whether
+        it is `silent`: it wrote nothing, because its error signal is zero (padding, ignored labels)."""
         self.store.layer(layer)
         return addresses(self.store, layer, self.end_step)
 
@@ -149,6 +150,7 @@ class Dual:
                 for layer in manifest.layers
             ],
             "left_out": manifest.left_out,
+            "row_evidence": {layer: str(evidence) for layer, evidence in manifest.rows.items()},
             "inexact": {name: {"step": m.step, "why": m.why} for name, m in self._marks().items()},
             "not_finite_from": {
                 parameter.name: step
@@ -169,19 +171,21 @@ class Dual:
         self._warn()
         return DualLayer(self.store, name, self.end_step)
 
-    def attend(self, inputs: Any, *, rows: int | None = None) -> ByLayer[LayerAttention]:
+    def attend(self, inputs: Any, *, rows: int | None = None, silent: bool = False) -> ByLayer[LayerAttention]:
         """The attention of every layer for test inputs: a tensor, a tuple of arguments, or a dictionary of them.
 
         Without a model: a dictionary of query vectors by layer name, (queries, d_in) or (queries, positions, d_in).
-        rows: how many examples there are, if that is not the length of the first tensor.
+        rows: how many examples there are, if that is not the length of the first tensor. silent: whether slots that wrote nothing
+        take part; their error signal is zero, as that of padding and of ignored labels.
         """
         self._warn()
         if self._model is None:
-            return ByLayer(self.store, {name: self._attention(name, q) for name, q in self._vectors(inputs).items()})
-        layers = [layer for layer in self._recorded() if layer.attends]
-        captured = run(self._ready, layers, inputs, rows, self.store.manifest.batch_axis)
-        answers = {name: self._attention(name, c.queries) for name, c in captured.layers.items()}
-        return ByLayer(self.store, answers)
+            queries = self._vectors(inputs)
+        else:
+            layers = [layer for layer in self._recorded() if layer.attends]
+            captured = run(self._ready, layers, inputs, rows, self.store.manifest.batch_axis)
+            queries = {name: one.queries for name, one in captured.layers.items()}
+        return ByLayer(self.store, {name: self._attention(name, some, silent) for name, some in queries.items()})
 
     def contributions(
         self,
@@ -189,23 +193,25 @@ class Dual:
         *,
         target: Target = None,
         rows: int | None = None,
+        silent: bool = False,
         progress: certificate.Progress | None = None,
     ) -> ByLayer[LayerContributions]:
         """The contribution of every slot to a target, signed; exact in the layer whose output the target is.
 
         target: an output unit, one for each example, or a function of the model's output that gives one number for
-        each example; default: the unit with the largest output. progress: called while optimizers with matrices as
-        coefficients are replayed.
+        each example; default: the unit with the largest output. silent: as for attend(); what such slots contribute is zero.
+        progress: called while optimizers with matrices as coefficients are replayed.
         """
         if self._model is None:
             raise QuestionError("contributions() needs the model: dualform.open(path, model).")
         self._needs_slots("contributions")
         self._warn()
         captured = run(self._ready, self._recorded(), inputs, rows, self.store.manifest.batch_axis, target, True)
-        return ByLayer(
-            self.store,
-            {name: self._contribution(name, c, captured.target, progress) for name, c in captured.layers.items()},
-        )
+        answers = {
+            name: self._contribution(name, one, captured.target, silent, progress)
+            for name, one in captured.layers.items()
+        }
+        return ByLayer(self.store, answers)
 
     def influence(
         self,
@@ -220,6 +226,8 @@ class Dual:
         size: int = 32,
         memory: int = 1 << 30,
         rows: int | None = None,
+        silent: bool = False,
+        loss_mean: str = "tokens",
         progress: certificate.Progress | None = None,
     ) -> Influence:
         """What would change in a target without some of the training data: an estimate, positive for what supports it.
@@ -229,7 +237,9 @@ class Dual:
         "kernel" (the best; softmax cross-entropy, thousands of rows in a segment; memory: bytes for its N² numbers), "sketch" (the
         kernel through size × size random numbers for each layer). segments: at most so many epochs, spread over the run, or
         (begin, end) in steps; sample: the column by which epochs are counted, `sample_id` unless told. damping: relative to the
-        mean curvature, 0.3 for "whitened", 1 for the others.
+        mean curvature, 0.3 for "whitened", 1 for the others. silent: as for attend(); a row is silent if it wrote nothing in any layer.
+        loss_mean: what the loss was a mean over, which is undone: "tokens", the positions that have a loss (of a classifier, its rows);
+        "rows" of the batch; or "none", for a sum.
         """
         if self._model is None:
             raise QuestionError("influence() needs the model: dualform.open(path, model).")
@@ -248,7 +258,7 @@ class Dual:
             inputs,
             rows,
             target,
-            Settings(method, segments, sample, damping, size, memory),
+            Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
             progress,
         )
 
@@ -326,8 +336,8 @@ class Dual:
     ) -> pl.DataFrame:
         """The k training samples (None: all) that look most mislabelled, by the mean size of their error signals at the output.
 
-        `score` is that mean over all visits, with a loss that takes a mean over the batch undone (reduction="sum": it took none).
-        Evidence: `visits`; the columns that are one for all visits, such as a label; and, if the error signals are those of
+        `score` is that mean over all visits, which are positions that had a loss, with a loss that takes a mean over such positions
+        undone (reduction="sum": it took none). Evidence: `visits`; the columns that are one for all visits, such as a label; and, if the error signals are those of
         softmax cross-entropy, the output `unit` that it was trained as with its mean `probability`, what the model `said`
         instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the last one. A column of
         the recording that is called like one of these has `_recorded` behind its name.
@@ -489,24 +499,24 @@ class Dual:
             found[name] = vectors if vectors.dim() == 3 else vectors.unsqueeze(1)
         return found
 
-    def _attention(self, name: str, queries: Tensor) -> LayerAttention:
+    def _attention(self, name: str, queries: Tensor, silent: bool) -> LayerAttention:
         _, layer = self.store.layer(name)
         if not layer.attends:
             raise QuestionError(
                 f"layer {name!r} is elementwise: it has no keys, hence no attention. Ask contributions()."
             )
         dtype = compute_dtype(self.store, layer.parameters[0])
-        return LayerAttention(self.store, layer, self.end_step, queries, dtype)
+        return LayerAttention(self.store, layer, self.end_step, queries, dtype, silent=silent)
 
     def _contribution(
-        self, name: str, captured: Captured, target: Tensor, progress: certificate.Progress | None
+        self, name: str, captured: Captured, target: Tensor, silent: bool, progress: certificate.Progress | None
     ) -> LayerContributions:
         _, layer = self.store.layer(name)
         dtype = compute_dtype(self.store, layer.parameters[0])
         assert captured.gradients is not None
         return LayerContributions(
-            self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype, progress=progress
-        )
+            self.store, layer, self.end_step, captured.queries, captured.gradients, target, dtype, silent=silent, progress=progress
+        )  # fmt: skip
 
     def _weights_at(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 from dualform.query.groups import Groups
 from dualform.query.pruned import Members
 from dualform.query.remembered import remembered
+from dualform.query.written import written
 from dualform.store.reader import Store
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -23,14 +24,26 @@ STRETCH = 8192
 class Visits:
     """The slots of each stored key of a layer, up to a step."""
 
-    def __init__(self, store: Store, layer: str, end: int):
+    def __init__(self, store: Store, layer: str, end: int, *, silent: bool = True):
+        """silent: whether slots that wrote nothing take part."""
         self._store, self._layer, self._end = store, layer, end
         chunks = list(store.addresses(layer, end_step=end))
         found = [c.key_numbers if c.key_numbers is not None else np.arange(c.slots) + self._first(c) for c in chunks]
         self.key_of: Ints = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-        """(slots,): the number of each slot's key."""
-        self._order = np.argsort(self.key_of, kind="stable")
-        self._starts = np.searchsorted(self.key_of[self._order], np.arange(store.key_count(layer) + 1))
+        """(n,): the number of the key of each slot that takes part."""
+        self._chosen: Ints | None = None
+        """(n,): the numbers of the slots that take part, ascending; None: all do."""
+        if not silent and found:
+            self._chosen = np.flatnonzero(np.concatenate([written(chunk) for chunk in chunks]))
+            self.key_of = self.key_of[self._chosen]
+        by_key = np.argsort(self.key_of, kind="stable")
+        self._starts = np.searchsorted(self.key_of[by_key], np.arange(store.key_count(layer) + 1))
+        self._order = by_key if self._chosen is None else self._chosen[by_key]
+
+    @property
+    def slots(self) -> Ints:
+        """(n,): the numbers of the slots that take part, ascending."""
+        return np.arange(len(self.key_of)) if self._chosen is None else self._chosen
 
     @cached_property
     def visited(self) -> Tensor:
@@ -68,33 +81,38 @@ class Visits:
     def shared(self, groups: Groups | None) -> Shared:
         """The keys of each group's slots, one line for each (key, group)."""
         if groups is None:
-            return Shared(self.key_of, None, 1)
+            return Shared(self.slots, self.key_of, None, 1)
+        return Shared(self.slots, self.key_of, self._codes(groups), len(groups))
+
+    def _codes(self, groups: Groups) -> Ints:
+        """(n,): the group of each slot that takes part."""
         chunks = list(self._store.addresses(self._layer, end_step=self._end))
-        return Shared(self.key_of, groups.of_slots(chunks).numpy(), len(groups))
+        codes: Ints = groups.of_slots(chunks).numpy()
+        return codes if self._chosen is None else codes[self._chosen]
 
     def by_group(self, groups: Groups) -> tuple[Tensor, Tensor]:
         """How many slots of each group a key has, (keys, groups), and each group's first slot, (groups,)."""
-        chunks = list(self._store.addresses(self._layer, end_step=self._end))
-        codes = groups.of_slots(chunks).numpy()
+        codes = self._codes(groups)
         width = len(groups)
         shape = (len(self._starts) - 1, width)
         flat = np.bincount(self.key_of * width + codes, minlength=shape[0] * width)
         first = torch.full((width,), torch.iinfo(torch.int64).max)
-        first.scatter_reduce_(0, torch.from_numpy(codes), torch.arange(len(codes)), "amin")
+        first.scatter_reduce_(0, torch.from_numpy(codes), torch.from_numpy(self.slots), "amin")
         return torch.from_numpy(flat.reshape(shape)), first
 
 
 class Shared:
     """Keys that several slots of a group share, in the order of their first slots: ties among them are those among slots."""
 
-    def __init__(self, key_of: Ints, codes: Ints | None, groups: int):
-        """key_of: (slots,), codes: (slots,)."""
+    def __init__(self, numbers: Ints, key_of: Ints, codes: Ints | None, groups: int):
+        """Of each slot that takes part: its number, its key, and its group; (n,) each, numbers ascend."""
         both = key_of if codes is None else key_of * groups + codes
         _, first, line, counts = np.unique(both, return_index=True, return_inverse=True, return_counts=True)
         order = np.argsort(first)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        slots, starts = np.argsort(place[line], kind="stable"), np.concatenate([[0], np.cumsum(counts[order])])
+        slots = numbers[np.argsort(place[line], kind="stable")]
+        starts = np.concatenate([[0], np.cumsum(counts[order])])
         self.keys = torch.from_numpy(key_of[first[order]])
         """(n,): the number of each one's key."""
         self.members = Members(
@@ -113,9 +131,9 @@ def _slots_of(order: Ints, starts: Ints, wanted: Ints) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(counts), torch.from_numpy(order[np.repeat(begin, counts) + within])
 
 
-def visits_of(store: Store, layer: str, end: int) -> Visits:
-    """Found once for an open store."""
-    return remembered(store, ("visits", layer), lambda: Visits(store, layer, end), end)
+def visits_of(store: Store, layer: str, end: int, *, silent: bool = True) -> Visits:
+    """The visits of a layer, found once for an open store. silent: whether slots that wrote nothing take part."""
+    return remembered(store, ("visits", layer, silent), lambda: Visits(store, layer, end, silent=silent), end)
 
 
 def keys_of(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 For a private random matrix R, grad @ R must equal Σ error_signal ⊗ (key · R): a matrix–vector product instead of a
 matrix product. Between backward passes a gradient may be scaled, zeroed, clipped or averaged; one number for each
 link of that chain is found by least squares, and what remains is the residual.
+
+Every comparison is relative to the sizes of the terms, after they were scaled: a loss scale of 65,536 or a norm clipped to 1e-8 is ordinary.
 """
 
 from __future__ import annotations
@@ -10,21 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from dualform.projection import Looked
 
 Seen = np.ndarray[Any, np.dtype[np.float64]]
 """A parameter-shaped tensor seen through R: (d_out × k,)."""
-Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
-"""The same in the parameter's own type; may share its memory."""
-
-EQUATIONS = 16
-"""At least this many equations check a weight: R gets more columns if it has few outputs."""
 SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
+COARSE_SLACK = 8.0
+"""How many 16-bit roundoffs of its own norm a gradient may be off that was computed under autocast."""
+SURE = 4.0
+"""A factor within this many standard errors of 1 is 1."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class Link:
     """Σ error_signal ⊗ (key · R)."""
     scale: float
     """A bound on the sum of the absolute terms of `added`."""
+    coarse: float = 0.0
+    """A bound on what rounding to 16 bits did to this pass's gradient, seen through R (autocast); 0: it was not rounded so."""
 
 
 @dataclass(slots=True)
@@ -49,28 +53,74 @@ class Verdict:
     """‖gradient − explanation‖ / ‖gradient‖, seen through R (0 where there is nothing to explain)."""
     explained: bool
     """Whether what remains is rounding."""
-    determined: bool
-    """Whether the gradient is larger than its rounding, so that its factor means something."""
+    signal: float = math.inf
+    """‖explanation‖ before the last scaling, relative to its own rounding. Below 1 it is noise, and the last factor means nothing."""
+    size: float = 0.0
+    """‖gradient @ R‖."""
+
+    @property
+    def determined(self) -> bool:
+        """Whether the gradient is larger than its rounding, so that its factor means something."""
+        return self.signal > 1
 
 
-def random_columns(d_in: int, d_out: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """R: (d_in, k), entries ±1, from a generator of our own; column after column in memory, for fast products."""
-    columns = max(1, min(d_in, math.ceil(EQUATIONS / max(d_out, 1))))
-    signs = torch.randint(0, 2, (d_in, columns), generator=generator)
-    return (2 * signs - 1).to(dtype).T.contiguous().T
+@dataclass(slots=True)
+class _Sum:
+    """What some passes should have left in .grad, and how far rounding may have moved it."""
+
+    expected: Seen
+    scale: float
+    coarse: float
+
+    def plus(self, link: Link) -> _Sum:
+        return _Sum(self.expected + link.added, self.scale + link.scale, self.coarse + link.coarse)
+
+    def times(self, ratio: float) -> _Sum:
+        if ratio == 0:  # thrown away: gone, even if it was not finite
+            return _Sum(np.zeros_like(self.expected), 0.0, 0.0)
+        return _Sum(self.expected * ratio, self.scale * abs(ratio), self.coarse * abs(ratio))
+
+    def rounding(self, roundoff: float) -> float:
+        return SLACK * roundoff * self.scale + self.coarse
+
+    def signal(self, roundoff: float) -> float:
+        """Its size relative to its rounding; 0 where nothing can be said."""
+        size = math.sqrt(float(self.expected @ self.expected))
+        rounding = self.rounding(roundoff)
+        if not math.isfinite(size) or size == 0:
+            return 0.0
+        return size / rounding if rounding > 0 else math.inf
+
+
+def coarse_error(link_size: float, numel: int, dtype: torch.dtype, partial_sums: int = 1) -> float:
+    """How far rounding to a 16-bit type may move a gradient, seen through R.
+
+    link_size: ‖gradient @ R‖, which is about ‖gradient‖ since the entries of R are ±1. partial_sums: how many sums were each rounded
+    before they were added up; a convolution may round once for each image.
+    """
+    info = torch.finfo(dtype)
+    relative = info.eps / 2 * math.sqrt(partial_sums) * link_size
+    smallest = info.tiny * info.eps  # numbers below it vanish
+    underflow = smallest * math.sqrt(numel)
+    return COARSE_SLACK * (relative + underflow)
 
 
 def unaudited(links: Sequence[Link]) -> Verdict:
     """For slots without error signals: a pass counts unless its gradient was gone when a later one began."""
     gone = [n for n, link in enumerate(links) if link.before is None or not link.before.any()]
-    return Verdict([float(n >= max(gone, default=0)) for n in range(len(links))], math.nan, True, True)
+    factors = [float(n >= max(gone, default=0)) for n in range(len(links))]
+    return Verdict(factors, math.nan, explained=True, size=math.nan)
 
 
-def explain(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
-    """Find the factor of each backward pass. looked: the gradient at the step, @ R."""
+def explain(links: Sequence[Link], looked: Looked, roundoff: float, *, last_factor: float | None = None) -> Verdict:
+    """Find the factor of each backward pass.
+
+    looked: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient was scaled after
+    the last pass, if that is known from other parameters.
+    """
     seen = looked.astype(np.float64, copy=False)
     with np.errstate(all="ignore"):  # what has diverged may overflow
-        verdict = _chain(links, seen, roundoff)
+        verdict = _chain(links, seen, roundoff, last_factor)
         if not verdict.explained and 1 < len(links) <= seen.size // 2:
             free = _least_squares(links, seen, roundoff)
             if free.explained:
@@ -78,66 +128,73 @@ def explain(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
     return verdict
 
 
-def _chain(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
+def common_factor(verdicts: Sequence[Verdict]) -> float:
+    """By what all gradients of an update were scaled after their last pass, judging by those that are more than noise.
+
+    Clipping by norm and loss scaling multiply all gradients alike, so this is the factor of a gradient that cannot tell its own.
+    """
+    told = [verdict for verdict in verdicts if verdict.factors and math.isfinite(verdict.factors[-1])]
+    known = sorted(verdict.factors[-1] for verdict in told if verdict.determined)
+    if known:
+        return known[(len(known) - 1) // 2]
+    return max(told, key=lambda verdict: verdict.signal).factors[-1] if told else 1.0
+
+
+def _chain(links: Sequence[Link], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
     """One number for each link: .grad is scaled as a whole between backward passes."""
-    expected, scale = (links[0].added, links[0].scale) if links else (np.zeros_like(seen), 0.0)
-    factors = [1.0] * len(links[:1])  # what was in .grad before the first pass nobody explains
-    for link in links[1:]:
-        ratio = 0.0 if link.before is None else _ratio(link.before, expected, scale, roundoff)[0]
-        factors = [f * ratio for f in factors] + [1.0]
-        expected = _scaled(expected, ratio) + link.added
-        scale = _scaled(scale, ratio) + link.scale
-    ratio, determined = _ratio(seen, expected, scale, roundoff)
-    factors = [f * ratio for f in factors]
-    return _verdict(factors, seen, _scaled(expected, ratio), _scaled(scale, ratio), roundoff, determined)
-
-
-S = TypeVar("S", Seen, float)
-
-
-def _scaled(value: S, ratio: float) -> S:
-    """value × ratio, where what was thrown away is gone even if it was not finite."""
-    if isinstance(value, float):
-        return value * abs(ratio) if ratio else 0.0
-    return value * ratio if ratio else np.zeros_like(value)
+    total = _Sum(np.zeros_like(seen), 0.0, 0.0)
+    factors: list[float] = []
+    for link in links:
+        if factors:  # what was in .grad before the first pass nothing explains
+            between = 0.0 if link.before is None else _ratio(link.before, total, roundoff)
+            if total.signal(roundoff) <= 1 and between != 0:
+                between = 1.0  # noise does not tell how it was scaled
+            factors = [factor * between for factor in factors]
+            total = total.times(between)
+        factors.append(1.0)
+        total = total.plus(link)
+    signal = total.signal(roundoff)
+    ratio = last_factor if last_factor is not None and seen.any() else _ratio(seen, total, roundoff)
+    factors = [factor * ratio for factor in factors]
+    return _verdict(factors, seen, total.times(ratio), roundoff, signal)
 
 
 def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
+    nothing = _Sum(np.zeros_like(seen), 0.0, 0.0)
     terms = np.stack([link.added for link in links], axis=1)
     if not np.isfinite(terms).all() or not np.isfinite(seen).all():
-        return _verdict([0.0] * len(links), seen, np.zeros_like(seen), 0.0, roundoff, False)
-    solution = np.linalg.lstsq(terms, seen, rcond=None)[0]
-    factors: list[float] = solution.tolist()
-    scale = sum(abs(f) * link.scale for f, link in zip(factors, links, strict=True))
-    return _verdict(factors, seen, terms @ solution, scale, roundoff, True)
+        return _verdict([0.0] * len(links), seen, nothing, roundoff, signal=0.0)
+    factors: list[float] = np.linalg.lstsq(terms, seen, rcond=None)[0].tolist()
+    total = nothing
+    for factor, link in zip(factors, links, strict=True):
+        scaled = _Sum(link.added, link.scale, link.coarse).times(factor)
+        total = _Sum(total.expected + scaled.expected, total.scale + scaled.scale, total.coarse + scaled.coarse)
+    return _verdict(factors, seen, total, roundoff, signal=math.inf)
 
 
-def _ratio(after: Seen, expected: Seen, scale: float, roundoff: float) -> tuple[float, bool]:
-    """The number by which `expected` was multiplied, and whether it stands above the rounding."""
+def _ratio(after: Seen, total: _Sum, roundoff: float) -> float:
+    """The number by which what was expected was multiplied."""
+    expected = total.expected
     square = float(expected @ expected)
     if not math.isfinite(square) or square == 0:
-        return 1.0, False
+        return 1.0
     if not float(after @ after):
-        return 0.0, True
-    size, rounding = math.sqrt(square), SLACK * roundoff * scale
-    if size <= rounding:
-        return 1.0, False
+        return 0.0
     ratio = float(after @ expected) / square
-    if abs(ratio - 1) <= 16 * roundoff:
-        return 1.0, True
-    if abs(ratio) * size <= rounding:
-        return 0.0, True
-    return ratio, math.isfinite(ratio)
+    uncertainty = 16 * roundoff
+    if total.coarse:
+        # Of a gradient that was rounded to 16 bits the factor is known up to its standard error only
+        rest = after - ratio * expected
+        uncertainty += SURE * math.sqrt(float((expected * rest) @ (expected * rest))) / square
+    return 1.0 if abs(ratio - 1) <= uncertainty else ratio
 
 
-def _verdict(
-    factors: list[float], seen: Seen, expected: Seen, scale: float, roundoff: float, determined: bool
-) -> Verdict:
+def _verdict(factors: list[float], seen: Seen, total: _Sum, roundoff: float, signal: float) -> Verdict:
     size = math.sqrt(float(seen @ seen))
     if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
-        return Verdict(factors, math.nan, True, False)
-    rest = seen - expected
+        return Verdict(factors, math.nan, explained=True, signal=0.0, size=size)
+    rest = seen - total.expected
     left = math.sqrt(float(rest @ rest))
-    explained = left <= SLACK * roundoff * max(scale, size)
-    return Verdict(factors, left / size if size else 0.0, explained, determined)
+    explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size)
+    return Verdict(factors, left / size if size else 0.0, explained, signal, size)

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
+from dualform.layers.row_proof import Told
 from dualform.record import optimizers, resuming
 from dualform.record.books import Books
-from dualform.record.choose import choose, described
+from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
 from dualform.record.ledger import Ledger, StoreAs
 from dualform.record.recorder import Recorder, snapshot_of
 from dualform.record.totals import OnlineTotals, Wanted, groupings
@@ -36,8 +39,11 @@ def record(
     path: str | os.PathLike[str],
     *,
     layers: str | Collection[str] | None = None,
+    exclude: str | Collection[str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
-    batch_axis: Mapping[str, int] | None = None,
+    batch_axis: int | Mapping[str, int] | None = None,
+    check_rows: bool = True,
+    on_unclear_rows: str = "ask",
     dtype: str | None = None,
     keep: str = "slots",
     totals: Wanted | str | None = None,
@@ -52,10 +58,14 @@ def record(
 ) -> Recorder:
     """Record the training of a model into the folder `path`, from now until the recorder is closed.
 
-    layers: names or globs of `model.named_modules()`; default: all that can be recorded.
+    layers: names or globs of `model.named_modules()`; default: all that can be recorded. exclude: those to leave out.
     outputs: {layer: units} keeps error signals only for some output units of a huge layer; its attention weights stay whole,
     and so do contributions to these units; it cannot be masked, nor rebuilt between snapshots.
-    batch_axis: for layers whose rows cannot be found, the axis of their input that holds them.
+    batch_axis: the axis of the model's inputs that holds the rows, if it is not the first (1 for sequence-first models); or, by the
+    names or globs of layers whose rows cannot be found, the axis of their inputs.
+    check_rows: prove that each slot gets the name of its own row, by running the first batch of each kind again with its rows permuted.
+    on_unclear_rows: what to do where it is not clear which row a slot belongs to: "ask" (an error that names the cure), or "leave out"
+    the rows of such slots.
     dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
     rounding. "float16" takes half the disk.
     keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: disk
@@ -74,6 +84,7 @@ def record(
     for name, given, allowed in (
         ("dtype", dtype, (None, *store.DTYPES)),
         ("keep", keep, store.KEEPS),
+        ("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS),
         ("on_unexplained", on_unexplained, ON_UNEXPLAINED),
         ("on_write_error", on_write_error, ON_WRITE_ERROR),
     ):
@@ -90,19 +101,13 @@ def record(
     wanted = groupings(totals, keep)
     if keep != "keys":
         optimizers.require_replay(several)
-    chosen, waiting, left_out = choose(model, several, layers, outputs)
+    chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
     if outputs and any(grouping.kind != "keys" for grouping in wanted):
         raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
-    for name, axis in (batch_axis or {}).items():
-        if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
-            raise RecordingError(f"batch_axis={{{name!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …")
-        if name not in {n for one in (*chosen, *waiting) for n in (one.name, *(layer.name for layer in one.layers))}:
-            raise RecordingError(
-                f"batch_axis names {name!r}, which is not recorded. Recorded layers: "
-                f"{', '.join(repr(one.name) for one in chosen)}."
-            )
-    if left_out:
-        listed = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
+    axes = _checked_axes(batch_axis, [*chosen, *waiting])
+    unasked = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
+    if unasked:
+        listed = "; ".join(f"{name!r}: {reason}" for name, reason in unasked.items())
         warnings.warn(f"not recorded: {listed}", stacklevel=2)
     if dtype is None:
         wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
@@ -120,9 +125,10 @@ def record(
         chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     errors = keep != "totals" or any(grouping.kind != "keys" for grouping in wanted)
-    ledger = Ledger(
-        store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), batch_axis=dict(batch_axis or {}), seed=seed
-    )
+    told = Told(axes, {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers})
+    names = {module: name for name, module in model.named_modules()}
+    rows = RowFinder(told, names, check=check_rows, on_unclear=on_unclear_rows)
+    ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
         ledger.enter(one.name, one.module, one.layers, one.parameters)
@@ -134,7 +140,7 @@ def record(
         layers=tuple(layer.layer for layer in ledger.layers),
         parameters=tuple(described({p.name: p.parameter for p in ledger.parameters.values()})),
         left_out=left_out,
-        batch_axis=dict(batch_axis or {}),
+        batch_axis=axes,
         settings={"seed": str(seed)},
     )
     books.refuse_shared()
@@ -149,6 +155,23 @@ def record(
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     counted = OnlineCurvature() if curvature else None
     return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes, counted)
+
+
+def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[Chosen]) -> dict[str, int]:
+    """What the user said in batch_axis=: a number is the axis of the model's own inputs, whose name is empty."""
+    axes = {"": batch_axis} if isinstance(batch_axis, int) else dict(batch_axis or {})
+    names = {"", *(one.name for one in modules), *(layer.name for one in modules for layer in one.layers)}
+    for pattern, axis in axes.items():
+        if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
+            raise RecordingError(
+                f"batch_axis={{{pattern!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …"
+            )
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise RecordingError(
+                f"batch_axis names {pattern!r}, which is not recorded. Recorded layers: "
+                f"{', '.join(repr(one.name) for one in modules)}."
+            )
+    return axes
 
 
 def refuse_wrapped(model: nn.Module) -> None:

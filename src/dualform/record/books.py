@@ -5,6 +5,7 @@ Everything here happens in an optimizer's hooks, before or after its update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,7 +26,7 @@ from dualform.record.optimizers import Numbers, Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.recursions import KINDS
 from dualform.store import records
-from dualform.store.format import Mark
+from dualform.store.format import NO_ROW, Mark
 
 EDITED = (
     "was changed {when} by something else than its optimizer (load_state_dict, .data, an average of weights, a "
@@ -232,6 +233,7 @@ class Books:
 
     def update(self, number: int, step: records.Step) -> None:
         """An optimizer is about to update its parameters: write down what it will make of which slots."""
+        step.row_evidence |= self._ledger.rows.take_news()
         for one in range(len(self._optimizers)):
             self._watch(one)
         if self._regrouped:
@@ -327,23 +329,23 @@ class Books:
         if earlier:
             factors = np.concatenate([np.tile(earlier, (len(found), 1)), factors], 1)
         kept = watched.looks.vectors() if self._keep != "keys" else [None] * len(found)  # a vector is seen as it is
-        step.updates.append(records.Update(self._kind(number), watched.numbers, settings, factors, residuals, kept))
+        sizes = watched.looks.sizes()
+        step.updates.append(
+            records.Update(self._kind(number), watched.numbers, settings, factors, residuals, sizes, kept)
+        )
 
     def _write(self, number: int, step: records.Step, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
-        common, kind = _common_factor(audited), self._kind(number)
+        kind = self._kind(number)
         elementwise = kind in KINDS and KINDS[kind].elementwise
         for one in audited:
-            verdict, times = one.verdict, unscaled
-            if not verdict.determined:
-                # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
-                # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
-                if elementwise and self._keeps_gradient(one.ledger):
-                    continue
-                times *= common
-            for link, factor in zip(one.links, verdict.factors, strict=True):
+            # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
+            # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
+            if not one.verdict.determined and elementwise and self._keeps_gradient(one.ledger):
+                continue
+            for link, factor in zip(one.links, one.verdict.factors, strict=True):
                 if factor != 0:
-                    one.factors[link.task] = factor * times
+                    one.factors[link.task] = factor * unscaled
         self._store_slots({one.ledger.number: one.factors for one in audited}, step)
         numbers, factors = self._backward_of, []
         for one in audited:
@@ -359,6 +361,7 @@ class Books:
                 [one.settings for one in audited],
                 factors,
                 [one.verdict.residual for one in audited],
+                [one.verdict.size * unscaled / math.sqrt(one.ledger.columns) for one in audited],
                 [_copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None for one in audited],
             )
         )
@@ -374,20 +377,32 @@ class Books:
         self, step: records.Step, looks: Looks, gradients: list[Tensor | None], settings: list[dict[str, float]]
     ) -> Iterator[_Audited]:
         """Do the slots explain the gradients that were looked at?"""
+        audited = []
         for place, (ledger, gradient) in enumerate(zip(looks.ledgers, gradients, strict=True)):
             if gradient is None:
                 continue
-            links, verdict = [link for link in ledger.links if link.counted], looks.verdict(place)
+            links = [link for link in ledger.links if link.counted]
             own = settings[place]
-            if verdict is None:
-                unit = max([ledger.roundoff, *[link.roundoff for link in links]])
-                if unit > ledger.roundoff:
-                    own = {**own, "autocast": unit}
-                audited = all(link.audited for link in links)
-                verdict = audit.explain(links, looks.seen(place), unit) if audited else audit.unaudited(links)
-            if not verdict.explained:
-                self._unexplained(step, ledger, verdict, links)
-            yield _Audited(ledger, gradient, links, verdict, own)
+            units = [ledger.bound_coarse_error(link) for link in links if link.coarse_dtype is not None]
+            if units:
+                own = {**own, "autocast": max(units)}
+            verdict = looks.verdict(place)
+            if not all(link.audited for link in links):
+                verdict = audit.unaudited(links)
+            elif verdict is None or not verdict.determined:
+                verdict = audit.explain(links, looks.seen(place), ledger.roundoff)
+            audited.append((place, _Audited(ledger, gradient, links, verdict, own)))
+        if all(one.verdict.determined for _, one in audited):
+            common = 1.0  # unused
+        else:
+            common = audit.common_factor([one.verdict for _, one in audited])
+        for place, one in audited:
+            if one.links and not one.verdict.determined:
+                # A gradient that is noise (a bias before a normalisation) does not tell by what it was scaled: the others do
+                one.verdict = audit.explain(one.links, looks.seen(place), one.ledger.roundoff, last_factor=common)
+            if not one.verdict.explained:
+                self._unexplained(step, one.ledger, one.verdict, one.links)
+            yield one
 
     def _store_slots(self, tasks: Mapping[int, Iterable[int]], step: records.Step) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; forget the others."""
@@ -417,7 +432,8 @@ class Books:
         if len(calls) > 1:
             calls.sort(key=lambda call: call.serial)
         for number, call in enumerate(calls):
-            call.backward, call.call, call.first_row = backward, number, self._rows(call.batch, step)
+            call.backward, call.call = backward, number
+            call.first_row = NO_ROW if call.is_shared else self._rows(call.batch, step)
             step.blocks.append(call)
         layer.stored.add(task)
 
@@ -476,18 +492,9 @@ def _only_pass(ledger: ParameterLedger) -> Link | None:
     if len(links) != 1:
         return None
     link = links[0]
-    return link if link.counted and link.audited and not link.roundoff else None
+    return link if link.counted and link.audited and link.coarse_dtype is None else None
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:
     own: records.Array = gradient.detach().cpu().numpy()
     return own.copy() if times == 1 else own * times
-
-
-def _common_factor(audited: list[_Audited]) -> float:
-    """For gradients that are rounding noise, the factor of the others: clipping scales them all alike."""
-    verdicts = [one.verdict for one in audited]
-    if all(verdict.determined for verdict in verdicts):
-        return 1.0  # nobody asks
-    known = [verdict.factors[-1] for verdict in verdicts if verdict.determined and verdict.factors]
-    return sorted(known)[(len(known) - 1) // 2] if known else 1.0

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
 from dualform.layers.rules import rule_for
+from dualform.record.forward_pass import ForwardPass
 from dualform.record.ledger import Ledger, ModuleLedger
 
 
@@ -25,22 +26,34 @@ class Capture:
     """Hooks on a model and on the parameters of its recorded modules, until removed."""
 
     def __init__(self, model: nn.Module, ledger: Ledger, before_forward: Callable[[], None] | None):
-        self._ledger = ledger
+        self._model, self._ledger = model, ledger
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
+        self._containers: set[nn.Module] = set()
+        self._forward: ForwardPass | None = None
+        """The forward pass that is under way."""
+        self._depth = 0
+        """How many calls of its outermost module are within each other."""
         # Hooks are plain functions: a deep copy of the model shares them, and they know that it is another one
         if before_forward is not None:
             self._handles.append(model.register_forward_pre_hook(lambda module, _: before_forward()))
 
     def add(self, entry: ModuleLedger) -> None:
-        """Hook a module."""
+        """Hook a module, and those that it is part of."""
         rule = rule_for(entry.module)
         assert rule is not None
+        for name, module in self._model.named_modules():
+            if module is not entry.module and (not name or entry.name.startswith(f"{name}.")):
+                self._hook_container(module)
         begun: list[Any] = []
         ledger, key = self._ledger, rule.key
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if module is not entry.module or not torch.is_grad_enabled():
+            if module is not entry.module:
+                return
+            if ledger.batch is not None:
+                ledger.batch.is_used = True
+            if not torch.is_grad_enabled():
                 return
             if torch.compiler.is_compiling():
                 raise RecordingError(
@@ -49,17 +62,23 @@ class Capture:
                 )
             if not entry.watched:
                 self._watch(entry)
+            forward = self._forward
+            is_outermost = forward is None and not ledger.in_backward()
+            if is_outermost:
+                forward = ledger.begin_forward(module)
             if key:  # the ordinary case, in as few calls as can be
                 if output.requires_grad:
-                    visit = ledger.forward(entry, args[0] if args else kwargs[key])
+                    visit = ledger.forward(entry, args[0] if args else kwargs[key], forward)
                     _hook(output, partial(ledger.backward, visit, 0))
-                return
-            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                found = None
-                for place, tensor in enumerate(watch.outputs):
-                    if tensor.requires_grad:
-                        found = found or ledger.forward(entry, watch.key, watch)
-                        tensor.register_hook(partial(ledger.backward, found, place))  # type: ignore[no-untyped-call]
+            else:
+                for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
+                    found = None
+                    for place, tensor in enumerate(watch.outputs):
+                        if tensor.requires_grad:
+                            found = found or ledger.forward(entry, watch.key, forward, watch)
+                            tensor.register_hook(partial(ledger.backward, found, place))  # type: ignore[no-untyped-call]
+            if is_outermost and forward is not None:
+                ledger.rows.end(forward, (args, kwargs))
 
         if rule.begin is not None:
             begin = rule.begin
@@ -70,6 +89,38 @@ class Capture:
             self._handles.append(entry.module.register_forward_pre_hook(before))
         self._handles.append(entry.module.register_forward_hook(after, with_kwargs=True))
         self._watch(entry)
+
+    def _hook_container(self, container: nn.Module) -> None:
+        """Notice when a module that recorded ones are part of is called from outside: a forward pass begins with it, and ends."""
+        if container in self._containers:
+            return
+        self._containers.add(container)
+
+        def before(module: nn.Module, args: Any) -> None:
+            if module is not container:
+                return
+            if self._forward is None:
+                if torch.is_grad_enabled() and not self._ledger.in_backward():
+                    self._forward = self._ledger.begin_forward(module)
+            elif self._forward.module is module:
+                self._depth += 1
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            forward = self._forward
+            if module is container and forward is not None and forward.module is module and not self._depth:
+                self._forward = None
+                self._ledger.rows.end(forward, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if module is container and self._forward is not None and self._forward.module is module:
+                if self._depth:
+                    self._depth -= 1
+                else:
+                    self._forward = None  # it has raised an error
+
+        self._handles.append(container.register_forward_pre_hook(before))
+        self._handles.append(container.register_forward_hook(after, with_kwargs=True))
+        self._handles.append(container.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
         """Leave model and parameters as they were."""

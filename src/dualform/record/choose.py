@@ -25,6 +25,7 @@ class Chosen:
     parameters: dict[str, nn.Parameter]
 
 
+EXCLUDED = "exclude= names it"
 NOT_OPTIMIZED = "its weight is in no optimizer given to record()"
 
 
@@ -32,13 +33,16 @@ def choose(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     wanted: str | Collection[str] | None,
+    exclude: str | Collection[str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[list[Chosen], list[Chosen], dict[str, str]]:
     """The modules to record, in the model's order; those that only lack an optimizer; the reasons for all left out."""
     optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     names = {id(p): name for name, p in model.named_parameters()}
     patterns = [wanted] if isinstance(wanted, str) else list(wanted or ["*"])
+    excluded = [exclude] if isinstance(exclude, str) else list(exclude)
     matched: set[str] = set()
+    used: set[str] = set()
     chosen, waiting, left_out = list[Chosen](), list[Chosen](), dict[str, str]()
     inside = {id(inner) for module in model.modules() for inner in parts_of(module)}
     for name, module in model.named_modules():
@@ -49,6 +53,11 @@ def choose(
         if not fits:
             continue
         matched.update(fits)
+        excluding = [pattern for pattern in excluded if fnmatchcase(name, pattern)]
+        if excluding:
+            used.update(excluding)
+            left_out[name] = EXCLUDED
+            continue
         reason = refusal(module)
         if reason is not None:
             left_out[name] = reason
@@ -63,10 +72,14 @@ def choose(
         else:
             left_out[name] = NOT_OPTIMIZED
             waiting.append(one)
-    unmatched = [pattern for pattern in patterns if pattern not in matched]
-    if wanted is not None and unmatched:
-        known = ", ".join(repr(name) for name, module in model.named_modules() if rule_for(module))
-        raise RecordingError(f"layers={unmatched} names no layer that can be recorded. There are: {known or 'none'}.")
+    unmatched = [pattern for pattern in patterns if pattern not in matched and wanted is not None]
+    unused = [pattern for pattern in excluded if pattern not in used]
+    for argument, missing in (("layers", unmatched), ("exclude", unused)):
+        if missing:
+            known = ", ".join(repr(name) for name, module in model.named_modules() if rule_for(module))
+            raise RecordingError(
+                f"{argument}={missing} names no layer that can be recorded. There are: {known or 'none'}."
+            )
     chosen = _whole(model, chosen, left_out)
     if not chosen:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -28,8 +28,10 @@ class Batch:
     rows: int
     values: dict[str, ColumnValues]
     columns: tuple[Column, ...]
-    flattened: dict[int, int] = field(default_factory=dict)
-    """By its length, how an input of the forward pass was flattened: evidence for others of the same length."""
+    uses: int = 0
+    """How many forward passes with gradients have begun since."""
+    is_used: bool = False
+    """Whether a recorded module has been called since, with gradients or without."""
 
 
 def read_batch(serial: int, columns: dict[str, Any], expected: tuple[Column, ...] | None) -> Batch:

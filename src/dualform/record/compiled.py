@@ -15,8 +15,9 @@ from torch import Tensor
 from dualform.native.arena import Arena
 from dualform.native.kernels import kernels
 from dualform.record.parameters import ParameterLedger
+from dualform.record.silent import silent_slots
 from dualform.store.encoding import TORCH, Encoded, Part, Pool, Stream
-from dualform.store.records import Block
+from dualform.store.records import Block, Bools
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 NOWHERE = (0, 0, 0)
@@ -60,6 +61,8 @@ class Slots:
     """Of all calls that were taken together, and where those of this one begin: there, and in memory."""
     begin: int = 0
     at: int = 0
+    silent: Bools | None = None
+    """(n,): which error signals are zero; None: none of them."""
 
     def added(self) -> list[tuple[ParameterLedger, Sums, float, int]]:
         """Weight and bias: what is added to the gradient, a bound on the sum of its absolute terms, and where that is in memory."""
@@ -147,6 +150,7 @@ class Taker:
         odd = self._loops.slots(len(todo), told.buffer_info()[0], at, threads)
         for call in todo:
             call.sums, call.at, call.taken = sums, at + 8 * call.begin, True
+            call.silent = silent_slots(call.errors)
         if odd:
             self._give_back_odd(todo, sums[:size])
         return not odd and len(todo) == len(calls)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dualform.influence.curvature import Sums
+from dualform.influence.loss_mean import calls_of_blocks, divisors
 from dualform.influence.pairings import pairings
+from dualform.influence.recorded import RECORDED_MEAN
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store.encoding import decode
@@ -26,16 +28,18 @@ class OnlineCurvature:
         """Count a step, if it is its turn. layers: by their number."""
         if step.number % EVERY:
             return
-        for block in step.blocks:
+        loss_divisors = divisors(calls_of_blocks(step.blocks), RECORDED_MEAN)
+        for block, divided_by in zip(step.blocks, loss_divisors.tolist(), strict=True):
             if block.errors is None or not block.rows * block.positions:
                 continue
             layer = layers[block.layer]
             sums = self._sums.setdefault(block.layer, [Sums(pairing) for pairing in pairings(layer)])
             dtype = torch.float64 if block.errors.data.dtype == torch.float64 else torch.float32
             keys, errors = _keys(block, layer, dtype), decode(block.errors.data, block.errors.exponents, dtype)
-            batch = torch.full((block.rows,), float(block.rows), dtype=dtype)
+            divisor = torch.full((len(errors),), divided_by, dtype=dtype)
+            written = None if block.silent is None else torch.from_numpy(~block.silent)
             for one in sums:
-                one.add(keys, errors, batch, block.positions)
+                one.add(keys, errors, divisor, written)
 
     def taken(self) -> dict[str, Tensor]:
         """Means and counts for a snapshot, by names that begin with `curvature.`; from now on, another stretch is counted."""

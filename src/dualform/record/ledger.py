@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError
-from dualform.layers import axes
 from dualform.layers.found import Errors, Found, Watch
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.rows import Layout
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
 from dualform.record.compiled import Room, Slots, Taker, Taking
-from dualform.record.parameters import ParameterLedger, norm_of, roundoff
+from dualform.record.forward_pass import ForwardPass, RowFinder
+from dualform.record.parameters import ParameterLedger, norm_of
+from dualform.record.silent import silent_slots
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
 
@@ -66,11 +68,24 @@ class Visit:
     batch: Batch | None
     key: Tensor
     """What came in."""
-    problem: DualformError | None
+    forward: ForwardPass | None
+    """The forward pass it was part of; None: it was run again in a backward pass, and no forward pass is known."""
+    call: int | None
+    """Its number among the calls of its module in that forward pass; None: not known."""
+    own_problem: DualformError | None
     outputs: int = 1
     """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
     slots: Callable[[Errors], list[Found]] | None = None
     """What the gradients of these say; None: what came in is the keys, and what arrives the error signals."""
+    arrival: int = 0
+    """How many other visits' error signals had arrived before its own in the backward pass."""
+
+    @property
+    def problem(self) -> DualformError | None:
+        """Why its slots cannot be named."""
+        if self.own_problem is not None or self.forward is None:
+            return self.own_problem
+        return self.forward.problem
 
 
 @dataclass(slots=True)
@@ -79,6 +94,8 @@ class Call(Block):
 
     serial: int = field(kw_only=True)
     batch: Batch = field(kw_only=True)
+    is_shared: bool = field(kw_only=True, default=False)
+    """Whether its slots serve all rows and belong to none."""
 
 
 @dataclass(slots=True)
@@ -91,6 +108,8 @@ class Pass:
     """The parameters that it has reached."""
     fresh: bool = True
     """Whether there were no gradients before it, and nothing of it has been looked at."""
+    visits: int = 0
+    """How many visits' error signals have arrived."""
 
 
 @dataclass(slots=True)
@@ -105,14 +124,15 @@ class Held:
     def blocks(self, first_row: int) -> list[Block]:
         """What the writer is told of it."""
         known = self.room.blocks if self.room is not None else []
-        if known:
-            for block in known:
-                block.first_row = first_row
-            return known
-        for layer, _, slots in self.calls:
-            assert slots.key_copy is not None
-            place = layer.number, 0, 0, first_row, self.batch.rows, 1
-            known.append(Block(*place, slots.key_copy, slots.error_copy, slots.named))
+        if not known:
+            for layer, visit, slots in self.calls:
+                assert slots.key_copy is not None
+                place = layer.number, 0, 0, first_row, self.batch.rows, 1
+                copies = slots.key_copy, slots.error_copy
+                known.append(Block(*place, *copies, slots.named, arrival=visit.arrival))
+        for block, (_, _, slots) in zip(known, self.calls, strict=True):
+            block.first_row = first_row
+            block.silent = slots.silent
         return known
 
 
@@ -130,6 +150,7 @@ class Arrived:
     errors: Tensor | None
     slots: Slots | None = None
     """The same, if they may be taken by the compiled loop."""
+    is_shared: bool = False
 
     def keys(self) -> Keys:
         """The keys as what they stand for."""
@@ -167,31 +188,35 @@ class LayerLedger:
             self.taking = Taking(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
             self.slots = Slots(NOTHING.data, NOTHING.data, self.taking)
 
-    def read(self, task: int, visit: Visit, found: Found, layout: axes.Layout) -> Arrived:
+    def read(self, task: int, visit: Visit, found: Found, layout: Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
         layer, keys, positions = self.layer, found.keys, layout.positions
+        shared = layout.is_shared
         if found.errors is None:
-            return Arrived(self, visit, layout.rows, positions, (), layout.slots(keys), None)
+            return Arrived(self, visit, layout.rows, positions, (), layout.slots(keys), None, is_shared=shared)
         errors = found.errors
         if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
-            unit, kind = roundoff(errors), self.uses[0][1].parameter.dtype
+            kind = self.uses[0][1].parameter.dtype
+            for _, parameter in self.uses:
+                link = parameter.link(task)
+                link.coarse_dtype = errors.dtype
+                if layer.geometry is not None:  # some convolutions round what each image adds
+                    link.partial_sums = max(link.partial_sums, len(errors))
             keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
             errors = errors.to(kind)
-            for _, parameter in self.uses:
-                parameter.link(task).roundoff = unit
         if layer.geometry is not None:
             size = tuple(keys.shape[2:])
             stored = layout.slots(keys.flatten(1))
             errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
             count = positions * math.prod(layer.geometry.positions(size))
-            return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors)
+            return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
         keys, errors = layout.slots(keys), layout.slots(errors)
         slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(visit))
-        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots)
+        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots, shared)
 
     def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
-        call = self._call(task, arrived.visit, arrived.rows, arrived.positions, arrived.shape)
+        call = self._call(task, arrived.visit, arrived.rows, arrived.positions, arrived.shape, shared=arrived.is_shared)
         errors, arrived.stored = arrived.errors, arrived.stored.detach()
         if errors is None:
             for _, parameter in self.uses:
@@ -199,6 +224,10 @@ class LayerLedger:
             return self._wanted(call, arrived.stored, None)
         errors = arrived.errors = errors.detach()
         norms = torch.linalg.vector_norm(errors, dim=1)
+        call.silent = silent_slots(errors)
+        if call.silent is not None and self.layer.form == "parts":
+            # A normalisation sums the error signals of several positions: they may cancel while the weight's part does not
+            call.silent &= ~arrived.stored.any(1).cpu().numpy()
         size_of_errors, keys = norm_of(norms.cpu().numpy()), arrived.keys()
         for use, parameter in self.uses:
             if parameter.parameter.requires_grad:
@@ -217,9 +246,12 @@ class LayerLedger:
             wanted.append((call, "keys", Wanted(keys, self._key_name, as_they_are=True)))
         return wanted
 
-    def add_taken(self, task: int, visit: Visit, rows: int, positions: int, slots: Slots) -> None:
+    def add_taken(
+        self, task: int, visit: Visit, rows: int, positions: int, slots: Slots, *, shared: bool = False
+    ) -> None:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
-        self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy)
+        call = self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
+        call.silent = slots.silent
         for parameter, added, scale, at in slots.added():
             if parameter.parameter.requires_grad:
                 parameter.link(task).add(added, scale, at)
@@ -237,12 +269,14 @@ class LayerLedger:
         shape: tuple[int, ...],
         keys: Encoded | None = None,
         errors: Encoded | None = None,
+        *,
+        shared: bool,
     ) -> Call:
         """Enter a call."""
         assert visit.batch is not None
         place = self.number, 0, 0, 0, rows, positions
-        what = keys or NOTHING, errors, self.may_repeat(visit), shape
-        call = Call(*place, *what, serial=visit.serial, batch=visit.batch)
+        what = keys or NOTHING, errors, self.may_repeat(visit), shape, visit.arrival
+        call = Call(*place, *what, serial=visit.serial, batch=visit.batch, is_shared=shared)
         self.calls.setdefault(task, []).append(call)
         return call
 
@@ -296,7 +330,7 @@ class Ledger:
         self,
         *,
         store_as: StoreAs,
-        batch_axis: dict[str, int],
+        rows: RowFinder,
         seed: int,
         graph_task: Callable[[], int] = torch._C._current_graph_task_id,
         when_ended: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback,
@@ -315,7 +349,8 @@ class Ledger:
         """How many batch() calls there were since the last backward pass."""
         self.pending = False
         """Whether gradients have arrived since the last update."""
-        self.store_as, self._batch_axis = store_as, batch_axis
+        self.store_as, self.rows = store_as, rows
+        self._last_forward: ForwardPass | None = None
         self._graph_task, self._when_ended = graph_task, when_ended
         self._serial = 0
         self._passes: dict[int, Pass] = {}
@@ -333,6 +368,7 @@ class Ledger:
         self.layers += entered
         ledger = ModuleLedger(name, module, entered)
         self.modules.append(ledger)
+        self.rows.recorded[name] = module
         return ledger
 
     def parameter(self, name: str, parameter: nn.Parameter, *, vector: bool) -> ParameterLedger:
@@ -345,17 +381,38 @@ class Ledger:
 
     def begin(self, batch: Batch) -> None:
         """A new batch() call."""
+        if self.batch is not None and not self.batch.is_used:
+            raise BatchError(
+                "recorder.batch() was called again before a forward pass used the rows of the call before. Call it right before the "
+                "forward pass of these rows: not in a data collator or loader, which may run ahead of the training, and not for "
+                "evaluation without gradients, which leaves no slots."
+            )
         self.batch = batch
         self.spent.clear()
         self.calls_since_backward += 1
         if self._apart:
             self._apart = any(module.pending() for module in self.modules)
 
-    def forward(self, module: ModuleLedger, key: Tensor, watch: Watch | None = None) -> Visit:
-        """A module has been called with gradients on. watch: where its slots come from, if that is more than what came in and out."""
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running: modules called then are run again (activation checkpointing)."""
+        return self._graph_task() >= 0
+
+    def begin_forward(self, module: nn.Module) -> ForwardPass:
+        """The outermost module of a forward pass is called, with gradients on."""
+        self._last_forward = self.rows.begin(module, self.batch)
+        return self._last_forward
+
+    def forward(
+        self, module: ModuleLedger, key: Tensor, forward: ForwardPass | None, watch: Watch | None = None
+    ) -> Visit:
+        """A module has been called with gradients on.
+
+        forward: the pass it is part of; None: it is run again in a backward pass. watch: where its slots come from, if that is more than
+        what came in and out.
+        """
         module.called = True
         problem: DualformError | None = None
-        if self._graph_task() < 0:
+        if not self.in_backward():
             self._passes.clear()  # of a pass that never ended: something was raised in it
             if self._apart:
                 self._drop_uncounted(module)
@@ -376,17 +433,15 @@ class Ledger:
                 f"layer {module.name!r} was trained on again without a new recorder.batch() call since its last "
                 f"update. Call recorder.batch() before each forward pass, so that its slots get the right rows."
             )
-        elif key.dim() == 2 and key.size(0) != batch.rows:
-            axis = axes.flattened_from(key, batch.rows)
-            if axis is not None:
-                batch.flattened[key.size(0)] = axis
         self._serial += 1
+        call = None if forward is None else forward.called(module.name, key)
+        within = forward or self._last_forward
         if watch is None:
-            return Visit(self._serial, module, batch, key, problem)
+            return Visit(self._serial, module, batch, key, within, call, problem)
         slots, keys = watch.slots, watch.keys
         if keys is not None and not self.store_as.errors:
             slots = lambda errors: keys()  # noqa: E731
-        return Visit(self._serial, module, batch, key, problem, len(watch.outputs), slots)
+        return Visit(self._serial, module, batch, key, within, call, problem, len(watch.outputs), slots)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
@@ -411,14 +466,17 @@ class Ledger:
                 self.take_apart()
                 p.begin(task)
                 under_way.fresh, self._apart = False, True
-        if visit.problem is not None:
+        problem = visit.problem
+        if problem is not None:
             for layer in module.layers:
-                layer.problems[task] = visit.problem
+                layer.problems[task] = problem
             under_way.fresh, self._apart = False, True
             return
         errors = under_way.arrived.get(visit)
         if errors is None:
             errors = under_way.arrived[visit] = [None] * visit.outputs
+            visit.arrival = under_way.visits
+            under_way.visits += 1
         before = errors[place]
         errors[place] = error if before is None else before + error
         self._arrived_bytes += error.nbytes
@@ -469,7 +527,7 @@ class Ledger:
 
     def _hold(self, task: int, ended: Pass) -> bool:
         """Keep an ordinary pass as it is; False: it is none."""
-        if self.held is not None or not ended.fresh or self._batch_axis:
+        if self.held is not None or not ended.fresh:
             return False
         calls, batch = [], self.batch
         reached: set[ParameterLedger] = set()
@@ -512,6 +570,8 @@ class Ledger:
         if visit.slots is not None or error is None or batch is None or key.dim() != 2 or key.size(0) != batch.rows:
             return None
         layer = visit.module.layers[0]
+        if not self.rows.is_first_axis(layer.layer.name, visit.forward):
+            return None
         slots = layer.slots
         if slots is not None:
             slots.keys, slots.errors, slots.named, slots.taken = key, error, layer.may_repeat(visit), False
@@ -527,7 +587,7 @@ class Ledger:
         wanted = []
         for one in read:
             if one.slots is not None and one.slots.taken:
-                one.layer.add_taken(task, one.visit, one.rows, one.positions, one.slots)
+                one.layer.add_taken(task, one.visit, one.rows, one.positions, one.slots, shared=one.is_shared)
             else:
                 wanted += one.layer.add(task, one)
         if wanted:
@@ -542,19 +602,14 @@ class Ledger:
         for one in [Found("", visit.key, errors[0])] if visit.slots is None else visit.slots(errors):
             layer = module.by_name[joined(module.name, one.layer)]
             try:
-                layout = self._layout(module.name, layer.layer.name, visit, one)
+                layout = self._layout(layer.layer.name, visit, one)
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
             yield layer.read(task, visit, one, layout)
 
-    def _layout(self, module: str, layer: str, visit: Visit, found: Found) -> axes.Layout:
+    def _layout(self, layer: str, visit: Visit, found: Found) -> Layout:
         assert visit.batch is not None
-        shape, rows = found.keys.shape, visit.batch.rows
-        count = len(shape) - 1 if found.lead is None else found.lead
-        lead = tuple(shape[:count])
-        told = self._batch_axis.get(layer, self._batch_axis.get(module)) if self._batch_axis else None
-        if found.axis is not None:
-            return axes.module_layout(lead, rows, layer=layer, axis=found.axis, told=told)
-        known = visit.batch.flattened.get(lead[0]) if len(lead) == 1 else None
-        return axes.layout(lead, rows, layer=layer, axis=told, evidence=() if known is None else (known,))
+        leading = found.keys.dim() - 1 if found.lead is None else found.lead
+        lead = tuple(found.keys.shape[:leading])
+        return self.rows.layout(layer, visit.forward, visit.call, visit.batch.rows, lead, found.axis)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dualform.native.kernels import address, kernels
-from dualform.record.audit import Looked, Verdict
+from dualform.projection import Looked
+from dualform.record.audit import Verdict
 from dualform.record.parameters import Link, ParameterLedger
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,6 +22,8 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 ROOMS = 64
 """For so many updates there is room for gradients at a time."""
 
+EXPLAINED, DETERMINED = 1, 2
+"""What the loop says of a gradient: its pass explains it; its factor means something."""
 CHANGED = 1 << 32
 """What the loop gives for each part of a parameter that is not what it was."""
 TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
@@ -37,6 +40,7 @@ class Looks:
     def __init__(self, ledgers: Sequence[ParameterLedger]):
         self.ledgers, self.parameters = list(ledgers), [one.parameter for one in ledgers]
         self._numels = [one.parameter.numel() for one in ledgers]
+        self._root_of_columns = np.sqrt([one.columns for one in ledgers])
         self._loops: Any = kernels() if all(one.in_columns for one in ledgers) else None
         sizes = np.array([one.rows * one.columns for one in ledgers], np.int64)
         ends, self._size, count = np.cumsum(sizes), int(sizes.sum()), len(self.ledgers)
@@ -124,6 +128,10 @@ class Looks:
         """Of each gradient: the factor of its only pass, and the residual, (parameters, 2)."""
         return self._verdicts[:, :2]
 
+    def sizes(self) -> Sums:
+        """The norm of each gradient, as far as R shows it, (parameters,)."""
+        return self._verdicts[:, 3] / self._root_of_columns
+
     def vectors(self) -> list[Vector | None]:
         """The gradients of vectors, which are seen as they are; None for those of matrices."""
         return self._kept[0]
@@ -132,8 +140,9 @@ class Looks:
         """How its only pass explains a gradient, if that is known."""
         if self._looked is not None or (self._unknown is not None and self._unknown[place]):
             return None
-        factor, residual, explained, determined = self._verdicts[place].tolist()
-        return Verdict([factor], residual, bool(explained), bool(determined))
+        factor, residual, flags, size = self._verdicts[place].tolist()
+        signal = math.inf if int(flags) & DETERMINED else 0.0
+        return Verdict([factor], residual, bool(int(flags) & EXPLAINED), signal, size)
 
     def seen(self, place: int) -> Looked:
         """What a gradient looked like before the update."""

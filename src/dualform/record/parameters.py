@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from dualform.layers.keys import Keys, Numbers, Vectors, in_groups, part
 from dualform.layers.streams import Use
 from dualform.native.kernels import is_plain
+from dualform.projection import Looked, Projection
 from dualform.record import audit
 
 THROWN = 8
@@ -30,10 +30,12 @@ PARTS = 8
 class Link(audit.Link):
     """What one backward pass added to a parameter's gradient."""
 
-    task: int
+    task: int = field(kw_only=True)
     counted: bool = False
-    roundoff: float = 0.0
-    """Of the type that the gradient was computed in, if it is coarser than the parameter's (autocast)."""
+    coarse_dtype: torch.dtype | None = None
+    """The 16-bit type that the gradient was computed in (autocast), if any."""
+    partial_sums: int = 1
+    """How many sums were rounded to that type before they were added up."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
     at: int = 0
@@ -86,16 +88,13 @@ class ParameterLedger:
         """vector: a bias, or an elementwise weight of any shape."""
         self.number, self.name, self.parameter = number, name, parameter
         self.is_matrix, self.shape = not vector, tuple(parameter.shape)
-        rows = parameter.numel() if vector else parameter.shape[0]
-        columns = parameter.numel() // max(rows, 1) if self.is_matrix else 1
-        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
-        self.random = audit.random_columns(columns, rows, parameter.dtype, generator)
-        self.columns = self.random.shape[1] if self.is_matrix else 1
+        projection = Projection.of(name, self.shape, parameter.dtype, seed, vector=vector)
+        self.projection = projection
+        self.random, self.columns, self.mixed = projection.random, projection.columns, projection.mixed
+        rows, inputs = projection.rows, projection.random.shape[0]
         self.in_columns = is_plain(self.random.T) and self.random.numel() > 0
         """Whether a compiled loop can look through R (a weight without columns has nothing to see)."""
-        self._vector = self.random[:, 0] if self.columns == 1 else None
         self.rows, self.roundoff = rows, roundoff(parameter)
-        self.mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * self.columns)
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
@@ -108,30 +107,17 @@ class ParameterLedger:
         # A weight of few rows has fewer parts: none of them may be empty
         self.turns = max(1, -(-rows // self.part))
         self.next_turn = 1 % self.turns
-        self.slack = audit.SLACK * self.roundoff * math.sqrt(columns)
+        self.slack = audit.SLACK * self.roundoff * math.sqrt(inputs)
         """What passes as rounding, relative to the size of what is seen."""
         self.remember()
 
-    def look(self, tensor: Tensor) -> audit.Looked:
+    def look(self, tensor: Tensor) -> Looked:
         """A tensor like the parameter (or some of its rows) as the audit sees it."""
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        looked: audit.Looked
-        if not self.is_matrix:
-            looked = tensor.cpu().numpy().reshape(-1)
-        elif self._vector is not None and tensor.dim() == 2 and tensor.dtype is self._vector.dtype and tensor.is_cpu:
-            looked = torch.mv(tensor, self._vector).numpy()  # the ordinary case, in as few calls as can be
-        else:
-            matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
-            looked = (matrix @ self.random_like(matrix)).cpu().numpy().reshape(-1)
-        return looked
+        return self.projection.look(tensor)
 
     def random_like(self, tensor: Tensor) -> Tensor:
         """R in the type and place of a tensor."""
-        random = self.random
-        if tensor.dtype is not random.dtype or tensor.device != random.device:
-            random = random.to(tensor.device, tensor.dtype)
-        return random
+        return self.projection.random_like(tensor)
 
     # Watching it between steps
 
@@ -140,7 +126,7 @@ class ParameterLedger:
         now = self.look(self.parameter if value is None else value)
         self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
 
-    def remembered(self, seen: audit.Looked, mark: tuple[int, int], turn: int, foretold: int = 0) -> None:
+    def remembered(self, seen: Looked, mark: tuple[int, int], turn: int, foretold: int = 0) -> None:
         """What it looked like after its last update.
 
         turn: the part that is to be compared next. foretold: how many updates ago all of it was last looked at.
@@ -155,15 +141,14 @@ class ParameterLedger:
     @property
     def fingerprint(self) -> float:
         """One number that tells what was remembered: r · (W R)."""
-        with np.errstate(all="ignore"):  # what has diverged may overflow
-            return float(self.mixed @ self.seen)
+        return self.projection.fingerprint(self.seen)
 
     @property
     def size(self) -> float:
         """About how large the fingerprint can be: the norm of what was remembered."""
         return norm_of(self.seen.astype(np.float64))
 
-    def _next_part(self) -> tuple[audit.Looked, Tensor]:
+    def _next_part(self) -> tuple[Looked, Tensor]:
         """What it was, and what is to be compared with that before the next step."""
         known, turn = self.seen, self.next_turn
         if self._mark != mark_of(self.parameter):
@@ -213,9 +198,16 @@ class ParameterLedger:
             self._linked(self.look(gradient).astype(np.float64), task)
 
     def _linked(self, before: audit.Seen | None, task: int) -> Link:
-        link = Link(before, self._nothing, 0.0, task)
+        link = Link(before, self._nothing, 0.0, task=task)
         self.links.append(link)
         return link
+
+    def bound_coarse_error(self, link: Link) -> float:
+        """Write down how far rounding to 16 bits may have moved a pass's gradient; gives that type's unit roundoff."""
+        assert link.coarse_dtype is not None
+        seen = self.parameter.numel() * self.columns
+        link.coarse = audit.coarse_error(norm_of(link.added), seen, link.coarse_dtype, link.partial_sums)
+        return torch.finfo(link.coarse_dtype).eps / 2
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, norm: float) -> None:
         """Add what some slots say was added to the gradient. norm: of the error signals."""

@@ -123,6 +123,7 @@ class Recorder:
             if self._totals is not None:
                 self._totals.check(batch.columns)
             self._columns = batch.columns
+        self._ledger.rows.step = self._next_step
         self._ledger.begin(batch)
 
     def log(self, **scalars: float) -> None:

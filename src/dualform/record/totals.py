@@ -13,7 +13,7 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
-from dualform.store.format import Column, Grouping, Manifest
+from dualform.store.format import NO_ROW, Column, Grouping, Manifest
 from dualform.store.reader import Store
 from dualform.store.sums import NewTotals
 from dualform.store.tables import schema
@@ -130,6 +130,7 @@ class OnlineTotals:
             np.repeat([n for n, _ in blocks], counts),
             np.repeat([b.backward for _, b in blocks], counts),
             [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
+            _written([b for _, b in blocks]),
         )
 
     def _keys(self, blocks: list[records.Block], layer: Layer, dtype: torch.dtype) -> Keys:
@@ -143,6 +144,8 @@ class OnlineTotals:
     def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
         if not block.rows:
             return np.zeros(0, dtype=np.int64)
+        if block.first_row == NO_ROW:
+            return np.full(block.positions, self._numbering[grouping].number_without_row(), dtype=np.int64)
         codes = self._row_groups[block.first_row][grouping]
         if codes.ndim == 1:
             return np.repeat(codes, block.positions)
@@ -171,6 +174,14 @@ class OnlineTotals:
             factors,
             torch.from_numpy(np.stack(gradients)) if gradients else None,
         )
+
+
+def _written(blocks: Sequence[records.Block]) -> records.Bools | None:
+    """(slots,): which slots of some blocks wrote something; None: all of them, as far as is known."""
+    if all(block.silent is None for block in blocks):
+        return None
+    every = [np.ones(b.rows * b.positions, np.bool_) if b.silent is None else ~b.silent for b in blocks]
+    return np.concatenate(every)
 
 
 def _flat(columns: Sequence[Column]) -> dict[str, Any]:

@@ -26,13 +26,14 @@ def slot_tensors(
         if not blocks:
             continue
         table = [
-            field for n, b in blocks for field in (n, b.backward, b.call, b.first_row, b.rows, b.positions)
+            field for n, b in blocks for field in (n, b.backward, b.call, b.first_row, b.rows, b.positions, b.arrival)
         ]  # flat: many times as fast as lines
         tensors[f"{layer}.blocks"] = [np.array(table, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]
         tensors.update(_keys(layer, [b for _, b in blocks], equal[layer]))
         if blocks[0][1].shape:
             tensors[f"{layer}.shapes"] = [np.array([b.shape for _, b in blocks], dtype=np.int64)]
         tensors.update(_vectors(f"{layer}.error", [b.errors for _, b in blocks if b.errors is not None]))
+        tensors.update(_silent(layer, [b for _, b in blocks]))
     gradients: dict[int, list[Array]] = {}
     for step in steps:
         for update in step.updates:
@@ -62,6 +63,16 @@ def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> dict[str, Se
             elif len(places):
                 new.append(keys.take(places))
     return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
+
+
+def _silent(layer: int, blocks: Sequence[Block]) -> dict[str, Sequence[Array]]:
+    """One flag for each slot, if any slot is silent."""
+    if all(block.silent is None for block in blocks):
+        return {}
+    flags = [
+        np.zeros(block.rows * block.positions, np.bool_) if block.silent is None else block.silent for block in blocks
+    ]
+    return {f"{layer}.silent": [np.concatenate(flags)]}
 
 
 def _vectors(name: str, vectors: Sequence[Encoded]) -> dict[str, Sequence[Array]]:

@@ -20,7 +20,7 @@ import xxhash
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
 from dualform.layers.streams import Layer
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
@@ -29,7 +29,11 @@ CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
 
 KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
-BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions")
+BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")
+NO_ROW = -1
+"""The first_row of a block that serves all rows at once (position ids of shape (1, T)): its slots, `positions` of them, have no row."""
+SHARED = "shared"
+"""What such slots are called where people read of them; in tables, their row and the user's columns are null."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,25 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class RowEvidence:
+    """Where a layer's input holds the rows, and how that is known: shown by an experiment at a step, or assumed from a step on."""
+
+    where: str = ""
+    proved: int | None = None
+    assumed: int | None = None
+    why: str = ""
+    """Why it is assumed, if it is."""
+
+    def __str__(self) -> str:
+        said = []
+        if self.proved is not None:
+            said.append(f"proved at step {self.proved}")
+        if self.assumed is not None:
+            said.append(f"assumed from step {self.assumed} on, because {self.why}")
+        return f"{'; '.join(said)} ({self.where})"
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a store but its numbers."""
 
@@ -134,6 +157,8 @@ class Manifest:
     totals: Totals | None = None
     ended: str | None = None
     inexact: dict[str, Mark] = field(default_factory=dict)
+    rows: dict[str, RowEvidence] = field(default_factory=dict)
+    """By layer: how it is known which row a slot belongs to."""
     settings: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -204,6 +229,11 @@ def load_manifest(folder: Path) -> Manifest:
         raise StoreVersionError(
             f"{folder} was written in format {version}; this version of dualform reads up to {VERSION}. "
             f"Upgrade: pip install -U dualform."
+        )
+    if isinstance(version, int) and version < VERSION:
+        raise StoreVersionError(
+            f"{folder} was written in format {version} by an earlier version of dualform; this version reads only format "
+            f"{VERSION}. Record the training again."
         )
     said = data.pop("checksum", None)
     if said != _digest({"format": "dualform", **data}):

@@ -18,6 +18,7 @@ from dualform.native.picked import Picked
 from dualform.store import tables
 from dualform.store.encoding import STRETCH, Encoded, decode
 from dualform.store.format import (
+    NO_ROW,
     ROWS,
     SLOTS,
     STEPS,
@@ -87,6 +88,15 @@ class Store(Sealed):
         begin = np.cumsum(counts[needed]) - counts[needed]
         joined = pl.concat([self._read_rows[place] for place in needed.tolist()])
         return _taken(joined, columns, begin[which] + rows - (ends - counts)[home])
+
+    def _rows_or_nulls(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
+        """Rows by their numbers; a line of nulls for NO_ROW."""
+        known = rows != NO_ROW
+        if known.all():
+            return self._some_rows(rows, columns)
+        table = self._some_rows(rows[known], columns)
+        places = pl.Series(np.cumsum(known) - 1, dtype=pl.Int64).set(pl.Series(~known), None)
+        return pl.DataFrame([table[name].gather(places) for name in columns])
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -285,15 +295,23 @@ class Store(Sealed):
         return file[f"gradient.{number}"][:kept]
 
     def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
-        """One line for each slot of a chunk: these columns of its row, and its `position`."""
-        return self.row_table(chunk.rows(), chunk.positions(), chunk.per_slot(chunk.blocks[:, 5]), columns)
+        """One line for each slot of a chunk: these columns of its row, and its `position`.
+
+        A slot that serves all rows has a step, and null in the user's columns.
+        """
+        table = self.row_table(chunk.rows(), chunk.positions(), chunk.per_slot(chunk.blocks[:, 5]), columns)
+        if chunk.shared is None or "step" not in columns:
+            return table
+        steps = pl.Series(chunk.per_slot(chunk.blocks[:, 0]), dtype=pl.Int64)
+        return table.with_columns(pl.col("step").fill_null(steps))
 
     def row_table(self, rows: Ints, position: Ints, positions: Ints, columns: list[str]) -> pl.DataFrame:
         """The same for any slots, given by their row, their position in it, and how many positions there are.
 
-        A column per position gives each slot its own entry; null where the layer has another number of positions.
+        A column per position gives each slot its own entry; null where the layer has another number of positions. All columns are
+        null where there is no row (NO_ROW).
         """
-        table = self._some_rows(rows, columns) if columns else pl.DataFrame()
+        table = self._rows_or_nulls(rows, columns) if columns else pl.DataFrame()
         place = pl.Series("position", position, pl.Int64)
         for column in self.manifest.columns:
             if column.per == "position" and column.name in columns:

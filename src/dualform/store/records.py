@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from dualform.store.encoding import Encoded, Pool
-from dualform.store.format import Mark
+from dualform.store.format import Mark, RowEvidence
 
 Array = np.ndarray[Any, Any]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
 
 
@@ -32,6 +33,7 @@ class Block:
     backward: int
     call: int
     first_row: int
+    """NO_ROW (store/format.py): the input serves all rows at once. Then `rows` is 1 and `positions` the number of slots."""
     rows: int
     positions: int
     keys: Encoded
@@ -40,6 +42,11 @@ class Block:
     """Whether the keys come from data and not from weights: then equal ones are stored once."""
     shape: tuple[int, ...] = ()
     """Of feature maps: how many there are for each row, and their size."""
+    arrival: int = 0
+    """The place of its error signal among those that arrive in the backward pass: the lowest is nearest to the loss."""
+    silent: Bools | None = None
+    """(slots,): which slots wrote nothing, because their error signal is zero (padding, ignored labels). None: no slot is
+    silent, or the error signals were never computed."""
 
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
@@ -57,6 +64,8 @@ class Update:
     """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
     residuals: Sequence[float] | Array
     """The part of the gradient that the slots do not explain, relative."""
+    sizes: Sequence[float] | Array
+    """The norm of the gradient that the optimizer saw, estimated from its random projection."""
     gradients: Sequence[Array | None]
     """The gradient itself, kept for biases."""
 
@@ -74,6 +83,8 @@ class Step:
     """By parameter: one number that tells its weights after the update, r · (W R); of SGD, what they must be, to rounding."""
     marks: dict[str, Mark] = field(default_factory=dict)
     """Layers that are found to be inexact, from which step on, and why."""
+    row_evidence: dict[str, RowEvidence] = field(default_factory=dict)
+    """What has been found out about the rows of layers."""
 
     _nbytes: int = 0
 

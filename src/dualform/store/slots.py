@@ -15,11 +15,12 @@ from dualform.errors import StoreDamagedError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store.encoding import Encoded, decode
-from dualform.store.format import BLOCK_FIELDS, Chunk
+from dualform.store.format import BLOCK_FIELDS, NO_ROW, Chunk
 from dualform.store.heap import Room
 from dualform.store.mapped import TensorFile
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 N = TypeVar("N", bound=np.generic)
 PIECE_BYTES = 32 << 20
 """How much of a chunk is decoded at a time."""
@@ -46,7 +47,7 @@ class SlotChunk:
 
     @cached_property
     def blocks(self) -> Ints:
-        """(blocks, 6): step, backward, call, first_row, rows, positions; up to end_step."""
+        """(blocks, 7): step, backward, call, first_row, rows, positions, arrival; up to end_step."""
         table: Ints = self.file[f"{self.number}.blocks"].numpy()
         if table.ndim == 2 and table.shape[1] == len(BLOCK_FIELDS):
             table = table[table[:, 0] < self.chunk.end_step]
@@ -66,9 +67,16 @@ class SlotChunk:
         return int(self.counts.sum())
 
     @cached_property
+    def shared(self) -> Bools | None:
+        """(blocks,): which blocks serve all rows at once, so that their slots have no row; None: no block does."""
+        found: Bools = self.blocks[:, 3] == NO_ROW
+        return found if found.any() else None
+
+    @cached_property
     def row_range(self) -> tuple[int, int]:
         """The number of its first row, and of the one after its last."""
-        first, counts = self.blocks[:, 3], self.blocks[:, 4]
+        blocks = self.blocks if self.shared is None else self.blocks[~self.shared]
+        first, counts = blocks[:, 3], blocks[:, 4]
         return (int(first.min()), int((first + counts).max())) if len(first) else (0, 0)
 
     def per_slot(self, values: np.ndarray[Any, np.dtype[N]]) -> np.ndarray[Any, np.dtype[N]]:
@@ -83,14 +91,14 @@ class SlotChunk:
         return place
 
     def rows(self) -> Ints:
-        """(slots,): the number of each slot's row."""
+        """(slots,): the number of each slot's row; NO_ROW for slots that serve all rows."""
         positions = self.blocks[:, 5]
         within = self.place if (positions == 1).all() else self.place // self.per_slot(positions)
         rows: Ints = self.per_slot(self.blocks[:, 3]) + within
         return rows
 
     def positions(self) -> Ints:
-        """(slots,): each slot's position within its row."""
+        """(slots,): each slot's position within its row, or within its block if it has none."""
         positions: Ints = self.place % self.per_slot(self.blocks[:, 5])
         return positions
 
@@ -99,6 +107,15 @@ class SlotChunk:
         """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order."""
         name = f"{self.number}.key_numbers"
         return self.file[name][: self.slots].numpy() if name in self.file else None
+
+    @cached_property
+    def silent(self) -> Bools | None:
+        """(slots,): which slots wrote nothing, because their error signal is zero; None: no slot did, as far as is known."""
+        name = f"{self.number}.silent"
+        if name not in self.file:
+            return None
+        flags: Bools = self.file[name][: self.slots].numpy()
+        return flags if flags.any() else None
 
     @cached_property
     def starts(self) -> Ints:

@@ -73,6 +73,7 @@ def updates_table(steps: Sequence[Step]) -> pl.DataFrame:
         "optimizer": pl.Series([u.optimizer for u in updates for _ in u.parameters], dtype=pl.String),
         "factors": _lists([u.factors for u in updates]),
         "residual": pl.Series(np.concatenate([np.zeros(0), *[u.residuals for u in updates]]), dtype=pl.Float64),
+        "size": pl.Series(np.concatenate([np.zeros(0), *[u.sizes for u in updates]]), dtype=pl.Float64),
         "after": pl.Series([s.after.get(n) for s in steps for u in s.updates for n in u.parameters], dtype=pl.Float64),
         "gradient_kept": pl.Series(kept, dtype=pl.Boolean),
     }
@@ -104,7 +105,7 @@ def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame(table)
 
 
-FIXED = {"step", "parameter", "optimizer", "factors", "residual", "after", "gradient_kept"}
+FIXED = {"step", "parameter", "optimizer", "factors", "residual", "size", "after", "gradient_kept"}
 """The columns of the updates that are no settings."""
 
 

@@ -232,8 +232,13 @@ class Writer:
         for step in self._steps:
             for layer, mark in step.marks.items():
                 inexact.setdefault(layer, mark)  # the first one counts
+        rows = dict(self.manifest.rows)
+        for step in self._steps:
+            rows |= step.row_evidence
         left_out = {**self.manifest.left_out, **self._left_out}
-        manifest = replace(self.manifest, columns=self._columns, ended=ended, inexact=inexact, left_out=left_out)
+        manifest = replace(
+            self.manifest, columns=self._columns, ended=ended, inexact=inexact, rows=rows, left_out=left_out
+        )
         if self._steps and manifest.keep != "totals":
             chunk = self._write_chunk(len(manifest.chunks), self._columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))

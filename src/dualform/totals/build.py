@@ -15,11 +15,12 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
 from dualform.store.folder import locked
-from dualform.store.format import SLOTS, Column, Grouping
+from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
 from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 from dualform.store.sums import NewTotals, write_totals
 from dualform.store.tables import factor_table, schema, settings_of
-from dualform.totals.fold import OF, Accumulated, Piece, Updates
+from dualform.totals.fold import OF, Accumulated, Ints, Piece, Updates
 from dualform.totals.groups import Numbering
 
 KINDS = ("keys", "deltas", "both")
@@ -93,16 +94,7 @@ def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering
     if chunk is None:
         return []
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
-    columns = sorted({name for numbering in numberings for name in numbering.columns})
-    table = store.slot_table(chunk, columns)
-    groups = []
-    for numbering in numberings:
-        values = {name: table[name].to_numpy() for name in numbering.columns}
-        if any(table[name].null_count() for name in numbering.columns):
-            raise QuestionError(
-                f"by {'+'.join(numbering.columns)}: layer {layer!r} has another number of positions than the column."
-            )
-        groups.append(numbering.number(values, (chunk.slots,)))
+    groups = [_groups(store, chunk, numbering) for numbering in numberings]
     steps, backwards = (chunk.per_slot(chunk.blocks[:, column]) for column in (0, 1))
     ends = (chunk.starts + chunk.counts).tolist()
     ranges = list(zip(chunk.starts.tolist(), ends, strict=True)) if chunk.layer.form == "maps" else [(0, chunk.slots)]
@@ -113,10 +105,26 @@ def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering
             steps[low:high],
             backwards[low:high],
             [codes[low:high] for codes in groups],
+            None if chunk.silent is None else ~chunk.silent[low:high],
         )
         for low, high in ranges
         if low < high
     ]
+
+
+def _groups(store: Store, chunk: SlotChunk, numbering: Numbering) -> Ints:
+    """(slots,): the group of each slot of a chunk."""
+    known = chunk.rows() != NO_ROW
+    table = store.slot_table(chunk, list(numbering.columns)).filter(known)
+    if any(table[name].null_count() for name in numbering.columns):
+        raise QuestionError(
+            f"by {'+'.join(numbering.columns)}: layer {chunk.layer.name!r} has another number of positions than the column."
+        )
+    found = np.empty(chunk.slots, np.int64)
+    found[known] = numbering.number({name: table[name].to_numpy() for name in numbering.columns}, (table.height,))
+    if not known.all():
+        found[~known] = numbering.number_without_row()
+    return found
 
 
 def _updates(store: Store, parameter: str) -> list[Updates | None]:

@@ -21,6 +21,7 @@ from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Kind, Walked, outer, walk_back
 from dualform.store.format import Grouping, Manifest
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 OF = ("weight", "average")
 """What is kept of a group: its part of the parameter, and of the optimizer's running average."""
@@ -39,6 +40,8 @@ class Piece:
     """(n,)"""
     groups: Sequence[Ints]
     """For each grouping: the group of each slot, (n,)."""
+    written: Bools | None = None
+    """(n,): which slots wrote something, so that their keys are counted; None: all of them, as far as is known."""
 
 
 @dataclass(frozen=True)
@@ -180,19 +183,25 @@ class Accumulated:
 
     def _fold_keys(self, number: int, slots: Piece) -> None:
         sign, layer = f"negative.{number}", self._manifest.layers[number]
-        vectors = slots.keys.vectors() if layer.form != "numbers" else None
+        counted = None if slots.written is None else torch.from_numpy(np.flatnonzero(slots.written))
+        places = slots.keys.places if isinstance(slots.keys, Numbers) else None
+        vectors = slots.keys.vectors() if places is None else None
+        if counted is not None:
+            places = None if places is None else places[counted]
+            vectors = None if vectors is None else vectors[counted]
         self._signs[sign] = self._signs.get(sign, False) or bool(vectors is not None and (vectors < 0).any())
         for grouping, codes in enumerate(slots.groups):
             count = self._seen(grouping, codes)
             which = torch.from_numpy(codes)
+            which = which if counted is None else which[counted]
             visits = self._rows(f"{grouping}.{number}.visits", count, (), torch.int64)
             visits.index_add_(0, which, torch.ones_like(which))
             if self.groupings[grouping].kind == "deltas" or not layer.attends:
                 continue
             if vectors is None:
-                assert isinstance(slots.keys, Numbers)
+                assert places is not None
                 sums = self._rows(f"{grouping}.{number}.keys", count, (layer.d_in,), torch.float32)
-                sums.index_put_((which, slots.keys.places), sums.new_ones(len(which)), accumulate=True)
+                sums.index_put_((which, places), sums.new_ones(len(which)), accumulate=True)
                 continue
             kind = torch.float64 if vectors.dtype == torch.float64 else torch.float32
             sums = self._rows(f"{grouping}.{number}.keys", count, vectors.shape[1:], kind)

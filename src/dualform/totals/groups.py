@@ -21,17 +21,35 @@ NAN = float("nan")
 
 
 class Numbering:
-    """The groups that some columns make, in the order in which they appear."""
+    """The groups that some columns make, in the order in which they appear.
+
+    Slots that serve all rows are a group of their own, which has null in all columns.
+    """
 
     def __init__(self, columns: Sequence[str], known: pl.DataFrame | None = None):
         self.columns = tuple(columns)
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._integers: _Integers | None = _Integers() if len(self.columns) == 1 else None
         if known is not None and known.height:
-            self.number({name: known[name].to_numpy() for name in self.columns}, (known.height,))
+            self._number_again(known.select(self.columns))
 
     def __len__(self) -> int:
         return len(self._numbers) if self._integers is None else len(self._integers)
+
+    def _number_again(self, known: pl.DataFrame) -> None:
+        """Give groups that were kept the numbers they had: their places."""
+        without = known.select(pl.all_horizontal(pl.all().is_null())).to_series().arg_true().to_list()
+        parts = [known[: without[0]], known[without[0] + 1 :]] if without else [known]
+        for place, part in enumerate(parts):
+            if place:
+                self.number_without_row()
+            self.number({name: part[name].to_numpy() for name in self.columns}, (part.height,))
+
+    def number_without_row(self) -> int:
+        """The group of the slots that serve all rows."""
+        if self._integers is not None:
+            return self._integers.number_without_row()
+        return self._numbers.setdefault((None,) * len(self.columns), len(self._numbers))
 
     def number(self, values: Mapping[str, Any], shape: tuple[int, ...]) -> Ints:
         """The group of each row (rows,) or of each position (rows, positions); new groups get new numbers.
@@ -42,7 +60,7 @@ class Numbering:
             value = values[self.columns[0]]
             if self._integers.takes(value):
                 return self._integers.number(value, shape)
-            self._numbers = {(entry,): number for number, entry in enumerate(self._integers.entries().tolist())}
+            self._numbers = {(entry,): number for number, entry in enumerate(self._integers.entries().to_list())}
             self._integers = None
         codes, parts = np.zeros(int(np.prod(shape)), dtype=np.int64), []
         for name in self.columns:
@@ -79,13 +97,27 @@ class _Integers:
         self._table = np.empty(0, dtype=np.int32)
         self._entries: list[Ints] = []
         self._count = 0
+        self._without_row: int | None = None
 
     def __len__(self) -> int:
         return self._count
 
-    def entries(self) -> Ints:
-        """In the order of their numbers."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *self._entries])
+    def entries(self) -> pl.Series:
+        """In the order of their numbers; null for the slots without a row."""
+        found = pl.Series(np.concatenate([np.empty(0, dtype=np.int64), *self._entries]), dtype=pl.Int64)
+        return (
+            found
+            if self._without_row is None
+            else found.set(pl.Series(np.arange(self._count) == self._without_row), None)
+        )
+
+    def number_without_row(self) -> int:
+        """The number of the slots without a row, which get one when they are first met."""
+        if self._without_row is None:
+            self._without_row = self._count
+            self._entries.append(np.zeros(1, dtype=np.int64))
+            self._count += 1
+        return self._without_row
 
     @staticmethod
     def takes(value: Any) -> bool:

@@ -1,0 +1,154 @@
+"""The rounding floor: how far rounding alone may have moved a parameter away from what its slots say.
+
+Three things are rounded, and how much is known of each run, not assumed: the weights, at every update; the gradients, whose distance
+from their slots the audit has measured at every update; and slots that are stored in a shorter type. What rounding does to a gradient goes
+through the optimizer: by the coefficient of its step under SGD; under the Adam family, where the gradients of a weight may be small and are
+divided by their size, that is tried out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from dualform.dual.coefficients import Coefficients, is_elementwise, walked
+from dualform.dual.gradients import Replayed, Step, Sum, Updates, updates_of
+from dualform.dual.replay import moment, step_on
+from dualform.layers.streams import Layer
+from dualform.recursions import KINDS, Floats
+from dualform.store.reader import Store
+
+BOTH_ROUNDED = math.sqrt(2 / 3)
+"""Key and error signal are each off by up to one roundoff, evenly spread."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How far a parameter may be from its dual by rounding, by cause; Frobenius norms."""
+
+    weights: float
+    gradients: float = 0.0
+    storage: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All causes are independent of each other."""
+        return math.sqrt(self.weights**2 + self.gradients**2 + self.storage**2)
+
+    def __str__(self) -> str:
+        causes = {"weights": self.weights, "gradients": self.gradients, "stored slots": self.storage}
+        return f"rounding of {max(causes, key=causes.__getitem__)}"
+
+
+def weights_floor(dtype: str, updates: int, size: float) -> Floor:
+    """What the rounding of weights explains: a random walk of one roundoff for each update. size: ‖W‖."""
+    return Floor(_roundoff(dtype) * math.sqrt(updates) * size)
+
+
+def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor) -> Floor:
+    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more."""
+    described = store.manifest.parameters[store.parameter(parameter)]
+    if store.manifest.keep != "slots" or store.is_vector(parameter):
+        return weights  # the gradients of vectors are kept as they were
+    updates = updates_of(store, parameter, begin=begin, end=end)
+    stored = _roundoff(store.manifest.dtype)
+    if stored <= _roundoff(described.dtype):
+        stored = 0.0  # slots are stored as they were
+    measured = _measured(store, parameter, updates)
+    if is_elementwise(updates):
+        found = _disturbed(store, updates, measured, stored)
+        return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
+    coefficients = walked(updates)
+    errors = coefficients.walked.c * measured.residual * measured.size
+    gradients = math.sqrt(2 * float(np.square(errors).sum()))  # our own products round as those of the training do
+    storage = _of_slots(store, parameter, coefficients, stored) if stored else 0.0
+    return Floor(weights.weights, gradients, storage)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the audit found of each update."""
+
+    residual: Floats
+    size: Floats
+    is_coarse: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Whether the gradient itself was rounded to 16 bits (autocast)."""
+
+
+def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
+    here = (pl.col("parameter") == store.parameter(parameter)) & pl.col("step").is_between(
+        updates.begin, updates.end, closed="left"
+    )
+    table = store.updates.filter(here)
+    is_coarse = (
+        table["autocast"].is_not_null() if "autocast" in table.columns else pl.repeat(False, table.height, eager=True)
+    )
+    residual, size = (np.nan_to_num(table[name].to_numpy(), nan=0.0) for name in ("residual", "size"))
+    return _Measured(residual, size, is_coarse.to_numpy())
+
+
+def _of_slots(store: Store, parameter: str, found: Coefficients, roundoff: float) -> float:
+    """What rounding of stored slots does to a weight under SGD: each is off by a part of its size."""
+    total = 0.0
+    for layer in store.users(parameter):
+        visits = _visits(store, layer)
+        for chunk in store.chunks(layer.name, begin_step=found.updates.begin, end_step=found.updates.end):
+            coefficients = torch.from_numpy(chunk.per_slot(found.of_blocks(chunk)))
+            for low, high in chunk.pieces(layer.d_in + layer.d_out):
+                squares = chunk.keys(torch.float32, low, high).square_norms().double()
+                squares *= chunk.errors(torch.float32, low, high).double().square().sum(1)
+                total += visits * float(squares @ coefficients[low:high].square())
+    return BOTH_ROUNDED * roundoff * math.sqrt(total)
+
+
+def _visits(store: Store, layer: Layer) -> float:
+    """How many slots have one stored key, on average: it is off by the same in each of them."""
+    if layer.form != "vectors":
+        return 1.0
+    return max(1.0, store.slots(layer.name) / max(1, store.key_count(layer.name)))
+
+
+def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float) -> float:
+    """How far a weight whose coefficients are matrices ends elsewhere if its gradients are disturbed by as much as rounding does.
+
+    The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
+    is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
+    """
+    kind, gradients = KINDS[updates.kind], Replayed(store, updates)
+    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    disturbed = now.copy()
+    sums, squares = gradients.sum(), gradients.sum()
+    generator = torch.Generator().manual_seed(0)
+    visits = max(_visits(store, layer) for layer in store.users(updates.parameter))
+    for place in range(len(updates.steps)):
+        step, settings = gradients.read(place), updates.at(place)
+        gradient = gradients(step, sums)
+        variance = _variance(gradients, step, squares)
+        whole = float(variance.sum())
+        residual = float(measured.residual[place])
+        if measured.is_coarse[place]:  # each entry was rounded by itself
+            spread = (residual * gradient).square()
+        else:
+            spread = variance * (2 * (residual * float(gradient.norm())) ** 2 / whole) if whole else variance
+        spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
+        noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
+        step_on(disturbed, kind, settings, gradient + noise)
+        step_on(now, kind, settings, gradient)
+    return float((disturbed.weight - now.weight).double().norm())
+
+
+def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:
+    """Σ over slots of (factor · error)² ⊗ key², shaped like the parameter."""
+    for factor, layer, keys, errors, _ in step.slots:
+        for use in gradients.uses(layer):
+            total.add(layer, use, keys.squared(), errors.square(), factor**2)
+    return total.taken()
+
+
+def _roundoff(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).eps / 2

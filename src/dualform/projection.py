@@ -1,0 +1,81 @@
+"""A parameter, or its gradient, seen through a private random matrix R.
+
+A product with R takes a small part of the time of the product that makes a gradient, and shows nearly every difference (Freivalds).
+The recorder compares gradients and weights through it, and stores one number of each weight after each step; `verify` can so compare
+weights of which there is no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
+"""A tensor seen through R, (rows × columns of R,), in its own type; may share its memory."""
+
+EQUATIONS = 16
+"""At least this many equations check a weight: R gets more columns if it has few outputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """R and r of one parameter."""
+
+    is_matrix: bool
+    """False: a bias or an elementwise weight, which is compared as it is."""
+    rows: int
+    columns: int
+    """Of R; 1 for a vector."""
+    random: Tensor
+    """R, (inputs, columns), entries ±1, column after column in memory, for fast products."""
+    mixed: Floats
+    """r, (rows × columns,): the number that is stored of a weight W is r · (W R)."""
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, vector: bool) -> Projection:
+        """Always the same for a parameter of this name and shape in a recording with this seed."""
+        numel = math.prod(shape)
+        rows = numel if vector else shape[0]
+        inputs = 1 if vector else numel // max(rows, 1)
+        # A generator of its own: the user's random numbers are not touched
+        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
+        random = random_columns(inputs, rows, dtype, generator)
+        columns = 1 if vector else random.shape[1]
+        mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * columns)
+        return Projection(not vector, rows, columns, random, mixed)
+
+    def look(self, tensor: Tensor) -> Looked:
+        """A tensor like the parameter, or some of its rows, seen through R."""
+        tensor = tensor.detach()
+        looked: Looked
+        if not self.is_matrix:
+            looked = tensor.cpu().numpy().reshape(-1)
+            return looked
+        matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+        looked = (matrix @ self.random_like(matrix)).cpu().numpy().reshape(-1)
+        return looked
+
+    def random_like(self, tensor: Tensor) -> Tensor:
+        """R in the type and place of a tensor."""
+        if tensor.dtype is self.random.dtype and tensor.device == self.random.device:
+            return self.random
+        return self.random.to(tensor.device, tensor.dtype)
+
+    def fingerprint(self, looked: Looked) -> float:
+        """One number that tells what was seen: r · (W R)."""
+        with np.errstate(all="ignore"):  # what has diverged may overflow
+            return float(self.mixed @ looked)
+
+
+def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """R: (inputs, k), with enough columns for EQUATIONS equations, if there are as many inputs."""
+    columns = max(1, min(inputs, math.ceil(EQUATIONS / max(outputs, 1))))
+    signs = torch.randint(0, 2, (inputs, columns), generator=generator)
+    return (2 * signs - 1).to(dtype).T.contiguous().T

@@ -1,0 +1,248 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualform.errors import AxisError
+from dualform.layers.row_proof import moved_rows
+from dualform.layers.rows import (
+    FIRST,
+    ROWS_INSIDE,
+    ROWS_OUTSIDE,
+    SHARED,
+    Decision,
+    Experiment,
+    Layout,
+    RowAxis,
+    by_length,
+    decide,
+    fingerprints,
+    readings,
+    tensors_in,
+    told_of_module,
+    told_reading,
+)
+
+
+def numbered(*lead):
+    """A tensor (*lead, 1) whose every vector says where it stands."""
+    return torch.arange(torch.Size(lead).numel()).reshape(*lead, 1)
+
+
+# Layouts
+
+
+def test_rows_of_the_first_axis_stay_in_order():
+    found = FIRST.layout((6, 2, 3), 6)
+    assert (found.rows, found.positions) == (6, 6)
+    assert found.slots(numbered(6, 2, 3)).flatten().tolist() == list(range(36))
+
+
+def test_rows_of_the_second_axis():
+    slots = RowAxis(1).layout((3, 6), 6).slots(numbered(3, 6)).reshape(6, 3)
+    for row in range(6):
+        assert slots[row].tolist() == [row, 6 + row, 12 + row]
+
+
+@pytest.mark.parametrize(("holds", "first_row"), [(ROWS_OUTSIDE, [0, 1, 2]), (ROWS_INSIDE, [0, 4, 8])])
+def test_a_flattened_axis_is_taken_apart(holds, first_row):
+    found = RowAxis(0, holds).layout((12,), 4)
+    assert found.slots(numbered(12))[:3].flatten().tolist() == first_row
+    assert (found.rows, found.positions) == (4, 3)
+
+
+def test_shared_vectors_belong_to_no_row():
+    found = SHARED.layout((1, 5), 3)
+    assert found.is_shared
+    assert (found.rows, found.positions) == (1, 5)
+    assert found.slots(numbered(1, 5)).flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("where", "lead"), [(FIRST, (5,)), (RowAxis(1), (4,)), (RowAxis(0, ROWS_OUTSIDE), (10,)), (FIRST, ())]
+)
+def test_a_shape_that_cannot_be_read_this_way(where, lead):
+    assert where.layout(lead, 4) is None
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (1, 1, 4), (4, 1)])
+def test_a_single_row_owns_everything(lead):
+    for where in (FIRST, SHARED, RowAxis(1)):
+        found = where.layout(lead, 1)
+        assert (found.rows, found.positions, found.is_shared) == (1, torch.Size(lead).numel(), False)
+        assert found.slots(torch.zeros(*lead, 3)).shape == (torch.Size(lead).numel(), 3)
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 7), (7, 0)])
+def test_an_empty_batch_has_no_slots(lead):
+    assert FIRST.layout(lead, 0).slots(torch.zeros(*lead, 3)).shape == (0, 3)
+
+
+@given(lead=st.lists(st.integers(1, 4), min_size=1, max_size=3), axis=st.integers(0, 2))
+def test_every_vector_is_a_slot_of_the_row_it_stands_in(lead, axis):
+    axis %= len(lead)
+    found = RowAxis(axis).layout(tuple(lead), lead[axis])
+    slots = found.slots(numbered(*lead)).reshape(found.rows, found.positions)
+    for row in range(found.rows):
+        assert slots[row].tolist() == numbered(*lead).select(axis, row).flatten().tolist()
+
+
+# What the user says
+
+
+@pytest.mark.parametrize(
+    ("lead", "axis", "expected"),
+    [
+        ((12,), 0, RowAxis(0, ROWS_OUTSIDE)),
+        ((12,), 1, RowAxis(0, ROWS_INSIDE)),
+        ((4, 4), 1, RowAxis(1)),
+        ((12, 5), 0, RowAxis(0, ROWS_OUTSIDE)),
+        ((4,), 0, FIRST),
+    ],
+)
+def test_batch_axis_names_a_reading(lead, axis, expected):
+    assert told_reading(lead, 4, axis, "x") == expected
+
+
+def test_batch_axis_names_an_axis_that_is_not_there():
+    with pytest.raises(AxisError, match=r"batch_axis=\{'x': 2\} names no leading axis.*\(4, 5, features\)"):
+        told_reading((4, 5), 4, 2, "x")
+
+
+def test_batch_axis_names_an_axis_of_another_length():
+    with pytest.raises(AxisError, match=r"'x': 1.*length 5.*no multiple of the 4 rows"):
+        told_reading((4, 5), 4, 1, "x")
+
+
+@pytest.mark.parametrize(("told", "holds"), [(0, ROWS_OUTSIDE), (1, ROWS_INSIDE)])
+def test_batch_axis_of_a_module_that_names_its_batch(told, holds):
+    assert told_of_module((7, 8), 4, 1, told) == RowAxis(1, holds)
+    assert told_of_module((7, 4), 4, 1, told) == RowAxis(1)
+
+
+@pytest.mark.parametrize(
+    ("lead", "axis", "expected"),
+    [((4, 7), None, FIRST), ((7, 4), None, None), ((8,), None, None), ((7, 4), 1, RowAxis(1)), ((7, 8), 1, None)],
+)
+def test_by_length_only_the_first_axis_or_the_one_that_the_module_names(lead, axis, expected):
+    assert by_length(lead, 4, axis) == expected
+
+
+# Experiments
+
+PERMUTATION, REPLACEMENT = moved_rows(4)
+
+
+def values_of(lead):
+    return np.random.default_rng(0).standard_normal(lead)
+
+
+def moved(values, where, rows):
+    """An input that follows its rows in this way, after they moved."""
+    split = where.layout(values.shape, len(rows))
+    if split.axis is None:
+        return values
+    return values.reshape(split.split).take(rows, axis=split.axis).reshape(values.shape)
+
+
+def decided(lead, before, permuted, replaced):
+    experiments = Experiment(PERMUTATION, permuted), Experiment(REPLACEMENT, replaced)
+    return decide(readings(lead, 4), before, *experiments)
+
+
+@pytest.mark.parametrize(
+    ("lead", "where"),
+    [
+        ((4, 7), FIRST),
+        ((7, 4), RowAxis(1)),
+        ((4, 4), FIRST),
+        ((4, 4), RowAxis(1)),
+        ((12,), RowAxis(0, ROWS_OUTSIDE)),
+        ((12,), RowAxis(0, ROWS_INSIDE)),
+        ((16,), RowAxis(0, ROWS_OUTSIDE)),
+        ((3, 8, 5), RowAxis(1, ROWS_INSIDE)),
+        ((1, 7), SHARED),
+        ((1, 4), SHARED),
+        ((4,), SHARED),
+        ((4, 4), SHARED),
+    ],
+)
+def test_experiments_show_where_the_rows_are(lead, where):
+    before = values_of(lead)
+    found = decided(lead, before, moved(before, where, PERMUTATION), moved(before, where, REPLACEMENT))
+    assert found == Decision(where)
+
+
+def test_noise_that_stays_in_its_place():
+    """A variational autoencoder: random numbers are not permuted with the rows."""
+    before, noise = np.random.default_rng(0).standard_normal((2, 4, 5))
+    found = decided((4, 5), before + noise, before[PERMUTATION] + noise, before[REPLACEMENT] + noise)
+    assert found == Decision(FIRST)
+
+
+def test_rows_that_depend_on_each_other():
+    """A batch normalisation: replacing a row changes all of them."""
+    before = values_of((4, 5))
+    replaced = before[REPLACEMENT] - before[REPLACEMENT].mean(0)
+    found = decided((4, 5), before - before.mean(0), before[PERMUTATION] - before.mean(0), replaced)
+    assert found == Decision(FIRST)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5])
+def test_rows_in_another_order_have_no_names(rows):
+    """Whatever that order is, even if it commutes with our permutation."""
+    before = values_of((rows, 7))
+    permutation, replacement = moved_rows(rows)
+    for order in map(list, permutations(range(rows))):
+        permuted = Experiment(permutation, before[permutation][order])
+        replaced = Experiment(replacement, before[replacement][order])
+        found = decide(readings((rows, 7), rows), before[order], permuted, replaced)
+        assert found.where == (FIRST if order == list(range(rows)) else None), order
+
+
+def test_sorted_vectors_have_no_names():
+    before = values_of((4, 2))
+    flat = [np.sort(values.reshape(-1)) for values in (before, before[PERMUTATION], before[REPLACEMENT])]
+    assert decided((8,), *flat).where is None
+
+
+@pytest.mark.parametrize(("lead", "expected"), [((4, 7), FIRST), ((1, 4), SHARED), ((4, 4), FIRST), ((8,), SHARED)])
+def test_equal_vectors_prove_nothing(lead, expected):
+    """Token types are all 0. The first axis may then be taken by its length, another one never."""
+    same = np.ones(lead)
+    found = decided(lead, same, same, same)
+    assert (found.where, found.is_proved) == (expected, False)
+    assert "same for all rows" in found.why
+
+
+def test_vectors_that_follow_no_axis():
+    """A mixture of experts sends vectors of any row to any place."""
+    random = np.random.default_rng(0)
+    found = decided((8,), *random.standard_normal((3, 8)))
+    assert found.where is None
+    assert "does not follow the rows" in found.why
+
+
+def test_small_differences_between_rows_beside_large_ones_between_positions():
+    before = 1e-2 * values_of((4, 4)) + 100 * np.arange(4)
+    assert decided((4, 4), before, before[PERMUTATION], before[REPLACEMENT]) == Decision(FIRST)
+
+
+def test_fingerprints_are_shaped_like_the_leading_axes():
+    assert fingerprints(torch.randn(2, 3, 7), 2).shape == (2, 3)
+    assert fingerprints(torch.randn(2, 3, 7), 1).shape == (2,)
+    assert fingerprints(torch.arange(6).reshape(2, 3, 1), 2).tolist() == [[0, 1, 2], [3, 4, 5]]
+    one = torch.randn(1, 7)
+    assert len(set(fingerprints(one.repeat(4, 1), 1).tolist())) == 1
+
+
+def test_tensors_are_found_in_arguments_of_any_shape():
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    assert [id(t) for t in tensors_in(((a, [b]), {"c": c, "d": 3}))] == [id(a), id(b), id(c)]
+
+
+def test_a_layout_has_rows_and_positions():
+    assert (Layout((4, 3), 0).rows, Layout((4, 3), 0).positions) == (4, 3)

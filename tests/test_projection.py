@@ -1,0 +1,39 @@
+import numpy as np
+import pytest
+import torch
+
+from dualform.projection import EQUATIONS, Projection, random_columns
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(100, 1), (100, 3), (100, 64), (2, 1)])
+def test_enough_equations_whatever_the_shape(inputs, outputs):
+    R = random_columns(inputs, outputs, torch.float64, torch.Generator().manual_seed(0))
+    assert R.shape[0] == inputs
+    assert R.shape[1] * outputs >= min(EQUATIONS, inputs * outputs)
+    assert set(R.unique().tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(("shape", "vector"), [((5, 7), False), ((3, 2, 3, 3), False), ((6,), True), ((2, 3), True)])
+def test_the_same_name_and_seed_give_the_same_view(shape, vector):
+    value = torch.randn(shape, dtype=torch.float64)
+    one, other = (Projection.of("a.weight", shape, torch.float64, 7, vector=vector) for _ in range(2))
+    assert np.array_equal(one.look(value), other.look(value))
+    assert one.fingerprint(one.look(value)) == other.fingerprint(other.look(value))
+    third = Projection.of("b.weight", shape, torch.float64, 7, vector=vector)
+    assert third.fingerprint(third.look(value)) != one.fingerprint(one.look(value))
+
+
+def test_a_view_is_linear_and_about_as_large_as_what_is_seen():
+    weight = torch.randn(200, 300, dtype=torch.float64)
+    projection = Projection.of("w", (200, 300), torch.float64, 7, vector=False)
+    seen = projection.look(weight)
+    np.testing.assert_allclose(projection.look(3 * weight), 3 * seen)
+    assert np.linalg.norm(seen) / np.sqrt(projection.columns) == pytest.approx(float(weight.norm()), rel=0.2)
+
+
+def test_the_users_random_numbers_are_not_touched():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    Projection.of("w", (4, 5), torch.float32, 7, vector=False)
+    assert torch.rand(1) == expected
