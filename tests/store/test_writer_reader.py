@@ -242,14 +242,6 @@ def test_slots_without_a_row(tmp_path, chunk_bytes):
     assert tables["token"].to_list() == [0, 1, 2, 3, None, None, None] * 2 + [None] * 3
 
 
-def test_a_step_without_its_slots_still_tells_which_layers_are_shared():
-    step = make_step(0, 0, 2, 1)
-    assert step.shared == set()
-    step.blocks[0].first_row = NO_ROW
-    step.drop_slots()
-    assert step.shared == {0}
-
-
 def test_a_store_without_a_step(tmp_path):
     write(tmp_path / "s", [])
     found = everything(tmp_path / "s")
