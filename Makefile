@@ -19,11 +19,12 @@ demo: $(READY) ## train the digits network with recording, verify it, show where
 test: $(READY) ## run all tests, two files at a time (ARGS="-k masks" for some of them)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-check: $(READY) ## format, lint, types and the direction of imports
+check: $(READY) ## format, lint, types and the direction of imports; prints how dense the core is
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python scripts/code_metrics.py
 
 fix: $(READY) ## format and mend what can be mended by itself
 	$(BIN)/ruff format .
