@@ -30,7 +30,7 @@ fix: $(READY) ## format and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-BENCHES := recording certificate exactness segments table1 top totals masks contributions adamw tracin memory disk growth influence
+BENCHES := recording certificate exactness table1 top totals masks contributions adamw tracin memory disk growth influence
 bench: $(READY) ## measure everything beside peers and limits (an hour, 25 GB of disk in runs/bench; needs the data folder)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py || exit 1; done

@@ -1,31 +1,78 @@
+import threading
+import time
+
 import pytest
 import torch
 
-from dualform.dual.threads import shared_out
+from dualform.dual.threads import run_in_order, thread_pool
+
+
+def test_results_come_in_order():
+    def task(n):
+        return lambda: (time.sleep(0.01 * (n % 3)), n)[1]
+
+    assert list(run_in_order(map(task, range(9)), 3)) == list(range(9))
+
+
+def test_at_most_workers_run_and_as_many_results_wait():
+    lock, now, most, begun = threading.Lock(), 0, 0, 0
+
+    def task():
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.005)
+        with lock:
+            now -= 1
+
+    def tasks():
+        nonlocal begun
+        for _ in range(12):
+            begun += 1
+            yield task
+
+    for done, _ in enumerate(run_in_order(tasks(), 2)):
+        assert begun - done <= 4
+    assert most == 2
+
+
+def test_an_error_in_one_task_cancels_the_others():
+    ran = []
+
+    def fails():
+        raise ValueError("in a thread")
+
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="in a thread"):
+        list(run_in_order([fails, *[lambda: (time.sleep(0.01), ran.append(1))] * 8], 2))
+    assert len(ran) < 8
+    assert torch.get_num_threads() == before
+    assert threading.active_count() == 1 or not any("ThreadPool" in t.name for t in threading.enumerate())
 
 
 @pytest.fixture
-def four():
+def four_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
 
 
-def threads():
-    """As PyTorch, OpenMP and the library that multiplies matrices say, in the thread that asks."""
-    said = torch.__config__.parallel_info().splitlines()
-    return {int(line.split(":")[-1]) for line in said if "get_num_threads" in line or "get_max_threads" in line}
+def thread_counts():
+    """What PyTorch, OpenMP and the matrix library report in the thread that asks."""
+    lines = torch.__config__.parallel_info().splitlines()
+    return {int(line.split(":")[-1]) for line in lines if "get_num_threads" in line or "get_max_threads" in line}
 
 
 @pytest.mark.parametrize(("workers", "share"), [(2, 2), (3, 1), (4, 1), (8, 1)])
-def test_the_workers_share_the_threads_of_pytorch(four, workers, share):
-    with shared_out(workers) as pool:
-        assert {*pool.submit(threads).result(), *threads()} == {share}
-    assert threads() == {4}
+def test_workers_divide_the_threads_of_pytorch(four_threads, workers, share):
+    with thread_pool(workers) as pool:
+        assert {*pool.submit(thread_counts).result(), *thread_counts()} == {share}
+    assert thread_counts() == {4}
 
 
-def test_they_are_given_back_after_an_error(four):
-    with pytest.raises(ZeroDivisionError), shared_out(2) as pool:
+def test_threads_are_given_back_after_an_error(four_threads):
+    with pytest.raises(ZeroDivisionError), thread_pool(2) as pool:
         pool.submit(lambda: 1 // 0).result()
-    assert threads() == {4}
+    assert thread_counts() == {4}

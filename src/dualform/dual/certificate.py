@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from dualform.dual.gradients import kept_rows
+from dualform.dual.parallel import rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
-from dualform.dual.side_by_side import each_rebuilt
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
@@ -185,7 +185,7 @@ def _duals(store: Store, end: int, workers: int) -> Iterator[Tensor]:
     """The dual of each parameter, from the beginning of training."""
     names = [parameter.name for parameter in store.manifest.parameters]
     if store.manifest.keep != "totals":
-        yield from each_rebuilt(store, names, end=end, workers=workers)
+        yield from rebuild_each(store, names, end=end, workers=workers)
         return
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:

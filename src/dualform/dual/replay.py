@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dualform.dual.gradients import Keep, Replayed, Rows, Step, Updates
 from dualform.dual.one_pass import in_one_pass
-from dualform.dual.threads import shared_out
+from dualform.dual.threads import thread_pool
 from dualform.recursions import KINDS, Factor, Kind, Linear, outer
 from dualform.store.reader import Store
 
@@ -90,14 +90,12 @@ def forward(
     store: Store,
     updates: Updates,
     keep: Keep | None = None,
-    on_each: Callable[[Linear], None] | None = None,
     *,
     only_masked: bool = False,
     first: Moment | None = None,
 ) -> tuple[Moment, Moment]:
     """The parameter at the end of the updates, from the snapshot where they begin: as it was trained, and what the slots that
-    take part make of it (without a mask the same). on_each: called with each update. only_masked: the first is not asked for,
-    so it is walked along only where decay makes the weight a part of its gradient. first: the moment where they begin, which moves
+    take part make of it (without a mask the same). only_masked: the first is not asked for, so it is walked along only where decay makes the weight a part of its gradient. first: the moment where they begin, which moves
     on, instead of a snapshot.
     """
     kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
@@ -105,7 +103,7 @@ def forward(
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
     walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
-    alone = on_each is None and (keep is None or not walk)
+    alone = keep is None or not walk
 
     def on(rows: slice | None, steps: list[Step]) -> None:
         here, there, totals = now.of(rows), masked.of(rows), (gradients.sum(rows), gradients.sum(rows))
@@ -118,10 +116,8 @@ def forward(
             linear = step_on(here, kind, some, full, walk=walk, room=room)
             if keep is not None:
                 linear.apply(there.weight, there.average, kept)
-            if on_each is not None:
-                on_each(linear)
 
-    _each(_stretches(gradients), [None] if on_each else gradients.tiles(), on)
+    _each(_stretches(gradients), gradients.tiles(), on)
     return now, masked
 
 
@@ -135,7 +131,7 @@ def _each(
             for rows in tiles:
                 on(rows, steps)
         return
-    with shared_out(workers) as pool:
+    with thread_pool(workers) as pool:
         walking: list[Future[None]] = []
         for steps in stretches:
             for one in walking:

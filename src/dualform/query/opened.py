@@ -21,7 +21,7 @@ from dualform.dual.compact import compact
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.masked import is_marked, is_replayed, plan
-from dualform.dual.side_by_side import each_rebuilt
+from dualform.dual.parallel import rebuild_each
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import (
     InexactWarning,
@@ -278,8 +278,7 @@ class Dual:
         read: "fewest": between two snapshots whichever are fewer, the slots kept or those left out, whose part is then taken from the
         weights as they were trained (SGD family; `mask_reads` counts them). "kept": every slot that is kept, on top of the initial
         part alone. They differ by no more than the gap that `verify` prints; only the second says anything about that gap.
-        workers: threads, each with a parameter or, where an optimizer is replayed (Adam family), with a stretch of training
-        between two snapshots. Each needs memory for up to 16 matrices like the parameter.
+        workers: how many threads rebuild parameters, one parameter each at a time. Each needs memory for a few matrices like it.
         """
         if read not in ("fewest", "kept"):
             raise QuestionError(f'read={read!r}: expected "fewest" or "kept".')
@@ -300,7 +299,7 @@ class Dual:
         for name in names:
             self._whole(name, "masked()")
         trained = {name: weights[name] for name in names if name not in anew}
-        values = each_rebuilt(self.store, names, end=self.end_step, keep=takes_part, trained=trained, workers=workers)
+        values = rebuild_each(self.store, names, end=self.end_step, keep=takes_part, trained=trained, workers=workers)
         for name, value in zip(_counted("masking", names, progress), values, strict=True):
             weights[name] = value
         return self._with(weights)
