@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import dualform
+import hostile
 from dualform.cli import app
 from dualform.dual.weights import rebuilt
 
@@ -168,7 +169,7 @@ def test_verify_at_a_step_without_a_snapshot_fails_for_wrong_weights(run, monkey
         (["info", "{tmp}/nowhere"], "there is no such folder"),
         (["info", "{tmp}/file"], "expected a folder"),
         (["verify", "{run}", "--step", "99"], "expected a whole number from 0 to 6"),
-        (["export", "{run}", "--to", "{tmp}/out", "--where", "label =="], "is no SQL condition"),
+        (["export", "{run}", "--to", "{tmp}/out", "--where", "label =="], "is not an SQL condition"),
         (["export", "{run}", "--to", "{tmp}/out", "--where", "lable = 1"], "there is no column 'lable'"),
         (["export", "{run}", "--to", "{tmp}/out", "--where", "label + 1"], "expected true or false"),
         (["export", "{run}", "--to", "{tmp}/out", "--queries", "{q}", "--layer", "7"], "Recorded layers: '0', '2'"),
@@ -210,6 +211,21 @@ def test_bad_usage_is_code_2(run, queries, tmp_path, arguments, message):
     answer = call(*(a.format(run=run, tmp=tmp_path, q=queries) for a in arguments))
     assert answer.exit_code == 2
     assert message in re.sub(r"\s+", " ", answer.stderr)
+
+
+@pytest.mark.parametrize("command", [["export", "{run}", "--to", "{tmp}/out"], ["mislabelled", "{run}"]])
+def test_hostile_conditions_are_refused_and_read_nothing(run, tmp_path, command):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("my-password,other\n1,2\n")
+    arguments = [argument.format(run=run, tmp=tmp_path) for argument in command]
+    with hostile.opened(secret) as was_opened:
+        for text in hostile.conditions(secret):
+            answer = call(*arguments, "--where", text)
+            assert answer.exit_code == 2, text
+            assert answer.stderr.startswith("error: where: ")
+            assert answer.stderr.count("\n") == 1
+            assert "my-password" not in answer.output
+        assert not was_opened()
 
 
 def test_export_rows(run, tmp_path):

@@ -165,9 +165,10 @@ def test_accuracy_before_and_after_an_edit(client, session, dual):
     [
         ("nothing = 1", "no column 'nothing'"),
         ("label", "gives Int64"),
-        ("label =", "no SQL condition"),
-        ("label = 1; DROP TABLE rows", "no SQL condition"),
-        ("(SELECT 1 FROM read_csv('/etc/passwd')) = 1", ""),
+        ("label =", "not an SQL condition"),
+        ("label = 1; DROP TABLE rows", "unexpected ';'"),
+        ("(SELECT 1 FROM read_csv('/etc/passwd')) = 1", "unexpected SELECT"),
+        (f"label{'+0' * 500} = 3", "50 calculations on top of each other"),
     ],
 )
 def test_what_is_no_condition_is_told_in_words(client, drop, words):
@@ -254,8 +255,6 @@ def test_totals_make_edits_fast(tmp_path):
     assert [group["fast"] for group in client.get("/api/run")["groups"]] == [True]
     fast = client.get("/api/edit", input="test:3", drop="label = 3")
     assert (slow["fast"], fast["fast"]) == (False, True)
-    deep = client.get("/api/edit", input="test:3", drop=f"label{'+0' * 500} = 3")  # deeper than Python likes
-    assert deep["dropped_rows"] == fast["dropped_rows"]
     one, other = ({unit["unit"]: unit["probability"] for unit in found["after"]["units"]} for found in (slow, fast))
     assert one == pytest.approx(other, abs=1e-4)
 

@@ -63,7 +63,7 @@ def test_a_mask_over_an_earlier_moment_where_an_optimizer_is_replayed(tmp_path, 
         (pl.when(pl.col("label") == 1).then(True), r"is null for \d+ rows\. Say what null means.*fill_null"),
         (pl.col("label").unique() == 1, r"gives \d+ values for 30 rows|cannot be evaluated"),
         (pl.col("label") == "one", r"cannot be evaluated over the rows"),
-        ("label ==== 1", r"'label ==== 1' is no SQL condition"),
+        ("label ==== 1", r"'label ==== 1' is not an SQL condition"),
         (lambda row: True, r"got function, expected a Polars expression.*or SQL"),
         (True, r"got bool, expected a Polars expression"),
     ],
@@ -75,6 +75,15 @@ def test_what_is_no_condition(dual, where, words):
         dual.masked(keep=where)
     with pytest.raises(MaskError, match=rf"drop: .*{words}"):
         dual.masked(drop=where)
+
+
+def test_an_expression_that_is_deeper_than_pythons_stack_is_answered(tmp_path):
+    """With totals the expression is looked into; where it is too deep for that, slots answer."""
+    run = train(tmp_path / "run", totals=["label"])
+    deep = pl.col("label")
+    for _ in range(500):
+        deep = deep + 0
+    assert_same_weights(run.dual.masked(drop=deep == 1), run.dual.masked(drop=pl.col("label") == 1).state_dict())
 
 
 def test_sql_is_no_code(dual):

@@ -31,7 +31,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     503: {"model": forms.Problem, "description": "Too many questions at once."},
 }
 CONDITION = 1500
-"""The longest condition: a sum of 2000 terms would keep Polars busy for a minute."""
+"""Characters of the longest condition; what of SQL it may have, query/conditions.py says."""
 Input = Annotated[
     str,
     Query(

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import MaskError
+from dualform.query.conditions import parse_condition
 from dualform.store.format import NO_ROW
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def evaluate(where: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
     result = _result(where, table, name)
     if result.null_count():
         raise MaskError(
-            f"{name}: {where} is null for {result.null_count()} rows. Say what null means, e.g. with .fill_null(False)."
+            f"{name}: {where} is null for {result.null_count()} rows. Say what null means, e.g. with "
+            f".fill_null(False), or in SQL with AND … IS NOT NULL."
         )
     return result.to_numpy()
 
@@ -118,7 +120,7 @@ def _result(where: pl.Expr, table: pl.DataFrame, name: str) -> pl.Series:
 
 
 def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
-    """A Polars expression as it is; text is SQL."""
+    """A Polars expression as it is; text is SQL (conditions.py says what of it)."""
     if isinstance(where, pl.Expr):
         return where
     if not isinstance(where, str):
@@ -126,10 +128,7 @@ def read_condition(where: pl.Expr | str, name: str) -> pl.Expr:
             f'{name}: got {type(where).__name__}, expected a Polars expression, e.g. pl.col("label") == 7, '
             f'or SQL, e.g. "label = 7".'
         )
-    try:
-        return pl.sql_expr(where)
-    except pl.exceptions.PolarsError as error:
-        raise MaskError(f"{name}: {where!r} is no SQL condition: {error}.") from None
+    return parse_condition(where, name)
 
 
 def condition_columns(where: pl.Expr | str, store: Store, name: str) -> set[str]:
@@ -162,7 +161,7 @@ def _is_of_one_row(condition: pl.Expr) -> bool:
 
 ONE_ROW = {
     "Not", "IsIn", "IsBetween", "IsNull", "IsNotNull", "IsNan", "IsNotNan", "IsFinite", "IsInfinite",
-    "StartsWith", "EndsWith", "Contains", "Abs", "FillNull",
+    "StartsWith", "EndsWith", "Contains", "Abs", "Negate", "FillNull",
 }  # fmt: skip
 """Functions, as Polars names them, whose answer for a row depends on that row alone."""
 

@@ -138,7 +138,7 @@ def test_contributions_split_by_gate_and_by_part(whole):
         ({"where": "foo = 1"}, MaskError, "no column 'foo'. Columns: text_position, token, title, step"),
         ({"where": "token = 'e' and step = 1"}, MaskError, "token or title do not go together with step"),
         ({"where": "token"}, MaskError, "expected true or false"),
-        ({"where": "token ="}, MaskError, "is no SQL condition"),
+        ({"where": "token ="}, MaskError, "is not an SQL condition"),
     ],
 )
 def test_questions_that_cannot_be_answered(kept, options, error, said):

@@ -9,7 +9,7 @@ import { colourOf } from "./colours.js";
 export const title = "Memory edit";
 export const SENTENCE = "This edits memory: everything else stays as it was recorded. It does not predict what retraining without these examples would give.";
 
-// SQL, as pl.sql_expr reads it.
+// SQL, as query/conditions.py reads it: names in double quotes, text in single ones.
 const identifier = (name) => `"${name.replaceAll('"', '""')}"`;
 const literal = (value) => (typeof value === "string" ? `'${value.replaceAll("'", "''")}'` : String(value));
 const equal = (column, value) => (value === null ? `${identifier(column)} IS NULL` : `${identifier(column)} = ${literal(value)}`);
