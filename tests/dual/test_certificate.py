@@ -1,8 +1,10 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import dualform
 from dualform.dual.certificate import FLOORS
@@ -152,6 +154,30 @@ def test_a_wrong_slot_fails(tmp_path, optimizer, precision, stored, by, killed):
     verdicts = dict(wrong.verify().frame.select("parameter", "verdict").iter_rows())
     assert verdicts["0.weight"] == "fail", wrong.verify()
     assert verdicts["2.weight"] == "pass"
+
+
+def test_projections_estimate_the_distance_of_a_weight_with_few_outputs(tmp_path, monkeypatch):
+    """A single output is seen through 16 random columns, whose squares add up."""
+    ratios = []
+    for seed in range(12):
+        monkeypatch.setattr("os.urandom", lambda count, seed=seed: seed.to_bytes(count, "little"))
+        torch.manual_seed(seed)
+        model = nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dualform.record(model, optimizer, tmp_path / f"run{seed}", dtype="float16") as recorder:
+            for step in range(2):
+                recorder.batch(sample_id=range(4))
+                optimizer.zero_grad()
+                model(torch.randn(4, 16)).square().sum().backward()
+                optimizer.step()
+                if step == 0:
+                    trained = model.weight.detach().double().clone()
+        dual = dualform.open(tmp_path / f"run{seed}", model)
+        distance = float((dual.at_step(1).weight.detach().double() - trained).norm())
+        certificate = dual.until(1).verify()
+        assert certificate.compared_with.startswith("projections")
+        ratios.append(certificate.frame["distance"][0] / distance)
+    assert 1 / 3 < np.mean(np.square(ratios)) < 3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -244,7 +244,9 @@ def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | 
     for place in places:
         step, after = known.row(place)
         dual = rebuilt(store, name, begin=begin, end=step + 1)
-        squares.append((projection.fingerprint(projection.look(dual.double())) - after) ** 2)
+        difference = projection.fingerprint(projection.look(dual.double())) - after
+        # Each column of R adds ‖dual − primal‖² to the mean square of the difference
+        squares.append(difference**2 / projection.columns)
     found = _Comparison(
         distance=math.sqrt(sum(squares) / len(squares)) if squares else 0.0,
         movement=float((dual - first).norm()),
