@@ -7,13 +7,18 @@ Every optimizer here does this to a parameter W with one running average m (mome
 For SGD all of these are numbers, so one walk backwards over the settings gives the coefficient of every step. For the Adam
 family some of them are matrices that depend on past gradients (√v̂ and the like): given those, it is linear all the same.
 The tensors they depend on are called shared, since a mask leaves them as they were.
+
+A weight is at rest as long as it has had no gradient (v = 0) and updates leave it as it is, most often because it is exactly 0.
+`direct` and `through` then multiply zeros, so they are free to choose. The formulas make them about lr / ε, so that under coupled decay
+everything before would be multiplied by 1 − lr·decay / ε in each step, perhaps by −1,000, until it is no number any more. `at_rest`
+makes them 0 instead: slots whose gradients cancel exactly in such a weight have written nothing to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -170,6 +175,16 @@ def outer(settings: Settings) -> tuple[float, float, float]:
     return sign, 0.0 if decoupled else decay, 1.0 - settings["lr"] * decay if decoupled else 1.0
 
 
+SMALL_EPS = 1e-20
+"""lr / ε of a smaller one may leave the range of float32."""
+
+
+def may_blow_up(settings: Settings) -> bool:
+    """Whether coefficients of weights at rest may become too large for any number, so that they must be told apart."""
+    _, decay, _ = outer(settings)
+    return decay != 0 or settings.get("eps", 1.0) < SMALL_EPS
+
+
 def _sgd(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
     if s["momentum"] == 0:
         return 1.0, 0.0, s["lr"], 0.0
@@ -274,6 +289,42 @@ KINDS: dict[str, Kind] = {
     "adadelta": Kind(_adadelta, None, ("square_avg", "acc_delta")),
     "adamax": Kind(_adamax, "exp_avg", ("exp_inf",)),
 }
+
+
+def at_rest(
+    linear: Linear,
+    kind: Kind,
+    settings: Settings,
+    shared: Mapping[str, Tensor],
+    now: tuple[Tensor, Tensor],
+    gradient: Tensor,
+) -> Linear:
+    """The same update with factors of 0 where the weight is at rest.
+
+    shared: after the update. now: weight and average before it, in the training as it was; gradient: the one that the optimizer saw.
+    """
+    if not may_blow_up(settings):
+        return linear
+    weight, average = now
+    resting = torch.ones_like(weight, dtype=torch.bool)
+    for name in kind.shared:
+        # Adamax divides by no less than ε: a weight without gradients has about that
+        smallest = 2 * settings["eps"] if name == "exp_inf" else 0.0
+        resting &= shared[name].abs() <= smallest
+    if not resting.any():
+        return linear
+    moved, moved_average = weight.clone(), average.clone()
+    linear.apply(moved, moved_average, gradient)
+    resting &= moved == weight
+    take, direct, through = (_zeroed(factor, resting) for factor in (linear.take, linear.direct, linear.through))
+    return replace(linear, take=take, direct=direct, through=through)
+
+
+def _zeroed(factor: Factor | Inverse, elements: Tensor) -> Factor | Inverse:
+    """A matrix with zeros in some elements. Numbers, which are the same for all of them, stay."""
+    if isinstance(factor, Inverse):
+        return Inverse(factor.number, factor.matrix.masked_fill(elements, math.inf))
+    return factor.masked_fill(elements, 0.0) if isinstance(factor, Tensor) else factor
 
 
 @dataclass(frozen=True)

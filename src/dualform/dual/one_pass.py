@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dualform.native.kernels import is_plain, kernels
-from dualform.recursions import KINDS, Kind, Settings, adam_numbers, outer
+from dualform.recursions import KINDS, Kind, Settings, adam_numbers, may_blow_up, outer
 
 
 def in_one_pass(
@@ -21,12 +21,12 @@ def in_one_pass(
 
     False: nothing was done, it is to be done in the plain way (Kind.linear, Linear.apply).
     """
-    loops, (sign, decay, shrink) = kernels(), outer(settings)
+    loops, (sign, _, shrink) = kernels(), outer(settings)
     if loops is None or kind is not KINDS["adam"]:
         return False
     matrices = full, kept, shared["exp_avg_sq"], average, weight
     plain = all(is_plain(one) and one.shape == weight.shape for one in matrices)
-    if not plain or decay or sign < 0 or settings["amsgrad"] or settings["beta1"] <= 0.5:
+    if not plain or may_blow_up(settings) or sign < 0 or settings["amsgrad"] or settings["beta1"] <= 0.5:
         return False
     numbers = settings["beta2"], 1 - settings["beta2"], 1 - settings["beta1"], shrink, *adam_numbers(settings)
     loops.adam(weight.numel(), *numbers, *(one.data_ptr() for one in matrices))

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualform.dual.gradients import Keep, Replayed, Rows, Step, Updates
 from dualform.dual.one_pass import in_one_pass
 from dualform.dual.threads import thread_pool
-from dualform.recursions import KINDS, Factor, Kind, Linear, outer
+from dualform.recursions import KINDS, Factor, Kind, Linear, at_rest, may_blow_up, outer
 from dualform.store.reader import Store
 
 MATRIX_BYTES = 96 << 20
@@ -81,6 +81,7 @@ def step_on(
     if decay:
         pushed = pushed.add(now.weight, alpha=decay)
     linear = kind.linear(settings, now.shared, pushed, room)
+    linear = at_rest(linear, kind, settings, now.shared, (now.weight, now.average), gradient)
     if walk:
         linear.apply(now.weight, now.average, gradient)
     return linear
@@ -95,14 +96,16 @@ def forward(
     first: Moment | None = None,
 ) -> tuple[Moment, Moment]:
     """The parameter at the end of the updates, from the snapshot where they begin: as it was trained, and what the slots that
-    take part make of it (without a mask the same). only_masked: the first is not asked for, so it is walked along only where decay makes the weight a part of its gradient. first: the moment where they begin, which moves
-    on, instead of a snapshot.
+    take part make of it (without a mask the same).
+
+    only_masked: the first is not asked for, so it is replayed only where an update depends on it (decay makes the weight a part of
+    its gradient). first: the moment where they begin, which moves on, instead of a snapshot.
     """
     kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
     now = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
     settings = [updates.at(place) for place in range(len(updates.steps))]
-    walk = keep is None or not only_masked or any(outer(some)[1] for some in settings)
+    walk = keep is None or not only_masked or any(map(may_blow_up, settings))
     alone = keep is None or not walk
 
     def on(rows: slice | None, steps: list[Step]) -> None:
@@ -157,15 +160,19 @@ def _stretches(gradients: Replayed) -> Iterator[list[Step]]:
 class Backward:
     """The coefficient matrices of a parameter, from the last step to the first. Afterwards p and q are those of the beginning:
     X_T = p·W_0 + q·m_0 − Σ_s C_s ⊙ gradient_s.
+
+    What an update made of a tiny weight that has only decay for a gradient is up to lr / |weight| times that weight: p may leave the
+    range of float32. wide=True keeps p, q and C_s in float64.
     """
 
-    def __init__(self, store: Store, updates: Updates, rows: Rows | None = None):
+    def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, *, wide: bool = False):
         self._updates, self._kind = updates, KINDS[updates.kind]
         self._gradients = Replayed(store, updates, rows)
         self.rows, self._sum = self._gradients.rows, self._gradients.sum()
         self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
-        self.p: Factor = torch.ones_like(self.first.weight)
-        self.q: Factor = torch.zeros_like(self.first.weight)
+        dtype = torch.float64 if wide else self._gradients.dtype
+        self.p: Factor = torch.ones_like(self.first.weight, dtype=dtype)
+        self.q: Factor = torch.zeros_like(self.first.weight, dtype=dtype)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """(place of the update, C_s)."""

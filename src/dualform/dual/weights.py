@@ -41,7 +41,13 @@ def initial(store: Store, parameter: str, end: int, rows: Rows | None = None) ->
     updates = updates_of(store, parameter, end=end)
     if not is_elementwise(updates):
         return initial_part(store, parameter, walked(updates), rows)
-    walk = Backward(store, updates, rows)
+    found = _initial_of_walk(Backward(store, updates, rows))
+    if not found.isfinite().all():
+        found = _initial_of_walk(Backward(store, updates, rows, wide=True))
+    return found
+
+
+def _initial_of_walk(walk: Backward) -> Tensor:
     for _ in walk:
         pass
     return walk.initial

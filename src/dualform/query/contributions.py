@@ -344,21 +344,28 @@ class LayerContributions(Answer):
 
     def _walk(self, queries: slice) -> Tensor:
         """All scores at once, (queries, slots): matrices come from the last step to the first."""
-        total = torch.zeros(queries.stop - queries.start, self._store.slots(self.layer.name), dtype=self._dtype)
+        found = self._walked(queries, self._dtype)
+        if self._dtype != torch.float64 and not found.isfinite().all():
+            # Coefficients may leave the range of float32 in weights that wrote next to nothing
+            found = self._walked(queries, torch.float64).to(self._dtype)
+        return found
+
+    def _walked(self, queries: slice, dtype: torch.dtype) -> Tensor:
+        total = torch.zeros(queries.stop - queries.start, self._store.slots(self.layer.name), dtype=dtype)
         for use, own in self._pairs():
             updates = self._updates[use.parameter]
             rows = self._rows(use) if own is use else None
             rows = kept_rows(self._store, use.parameter) if rows is None else rows
-            product = self._product(use, queries, rows)
+            product = self._product(use, queries, rows).to(dtype)
             if not is_elementwise(updates):
                 for chunk in self._store.chunks(self.layer.name, end_step=self._end):
                     for low, high in chunk.pieces(self.layer.d_in + self.layer.d_out):
-                        keys, errors = chunk.keys(self._dtype, low, high), chunk.errors(self._dtype, low, high)
+                        keys, errors = chunk.keys(dtype, low, high), chunk.errors(dtype, low, high)
                         found = scores(own, self._narrowed(own, product), keys, errors, rows)
-                        scale = scaled(chunk, self._coefficients[use.parameter], low, high, self._dtype)
+                        scale = scaled(chunk, self._coefficients[use.parameter], low, high, dtype)
                         total[:, chunk.first_slot + low : chunk.first_slot + high] += found * scale.T
                 continue
-            for place, matrix in Backward(self._store, updates, rows):
+            for place, matrix in Backward(self._store, updates, rows, wide=dtype == torch.float64):
                 if self._progress is not None:
                     self._progress(f"replaying {use.parameter}", len(updates.steps) - place, len(updates.steps))
                 part_of = matrix.reshape(len(matrix), -1) if matrix.dim() > 1 else matrix
@@ -380,7 +387,7 @@ class LayerContributions(Answer):
             factor = float(factors[backward]) if backward < len(factors) else 0.0
             low, high = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
             if factor and high > low:
-                keys, errors = chunk.keys(self._dtype, low, high), chunk.errors(self._dtype, low, high)
+                keys, errors = chunk.keys(total.dtype, low, high), chunk.errors(total.dtype, low, high)
                 found = scores(own, self._narrowed(own, weighed), keys, errors, rows)
                 total[:, chunk.first_slot + low : chunk.first_slot + high].add_(found, alpha=-factor)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dualform.layers.keys import Keys, Numbers, Vectors
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
-from dualform.recursions import KINDS, Floats, Kind, Walked, outer, walk_back
+from dualform.recursions import KINDS, Floats, Kind, Walked, at_rest, outer, walk_back
 from dualform.store.format import Grouping, Manifest
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -296,7 +296,9 @@ class Accumulated:
                     parts[g][0] += full
             sign, decay, _ = outer(settings)
             pushed = full * sign + now["weight"] * decay
-            linear = kind.linear(settings, {of: now[of] for of in kind.shared}, pushed)
+            shared = {of: now[of] for of in kind.shared}
+            linear = kind.linear(settings, shared, pushed)
+            linear = at_rest(linear, kind, settings, shared, (now["weight"], now["average"]), full)
             linear.apply(now["weight"], now["average"], full)
             linear.apply(start["weight"], start["average"], None)
             for g in wanted:
