@@ -1,5 +1,6 @@
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,3 +77,39 @@ def test_threads_are_given_back_after_an_error(four_threads):
     with pytest.raises(ZeroDivisionError), thread_pool(2) as pool:
         pool.submit(lambda: 1 // 0).result()
     assert thread_counts() == {4}
+
+
+def test_blocks_may_be_nested(four_threads):
+    def inner():
+        with thread_pool(2) as pool:
+            within = pool.submit(thread_counts).result()
+        return within, thread_counts()
+
+    with thread_pool(2) as pool:
+        assert pool.submit(inner).result() == ({1}, {2})
+    assert thread_counts() == {4}
+
+
+def test_blocks_of_several_threads_leave_no_trace(four_threads):
+    """A thread that begins while another one shares threads out does not take its share for the whole."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def first():
+        with thread_pool(4):
+            entered.set()
+            leave.wait()
+
+    def second():
+        with thread_pool(2) as pool:
+            share = pool.submit(thread_counts).result()
+            leave.set()
+            one.join()
+        return share, thread_counts()
+
+    one = threading.Thread(target=first)
+    one.start()
+    entered.wait()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(second).result() == ({2}, {4})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(thread_counts).result() >= {4}

@@ -19,6 +19,7 @@ class DualLayer:
     """S₂ of corollary 1: x ↦ W_0 x + Attention(X, E, x), with W_0 the initial part. Made by `dual.layer(name)`.
 
     Several parameters that share a layer's key (a recurrent layer's) are one matrix here; a table (an embedding) is turned.
+    Threads may share it.
     """
 
     def __init__(self, store: Store, name: str, end: int):

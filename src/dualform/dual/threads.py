@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock, local
 from typing import TypeVar
 
 import torch
@@ -28,16 +29,54 @@ def run_in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Generator[T,
             yield waiting.popleft().result()
 
 
+class _ThreadCount:
+    """How many threads PyTorch uses outside of all pools.
+
+    The setting belongs to the process. A thread that opens a pool while another pool is open must not take that pool's share for the
+    number to restore.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._open_pools = 0
+        self._outside = 0
+        self._worker = local()
+
+    def enter(self) -> int:
+        """Open a pool; return the number of threads of the calling thread, to be restored."""
+        with self._lock:
+            if not self._open_pools:
+                self._outside = torch.get_num_threads()
+            self._open_pools += 1
+            return getattr(self._worker, "share", self._outside)
+
+    def leave(self, threads: int) -> None:
+        """Close a pool and restore the number of threads."""
+        with self._lock:
+            self._open_pools -= 1
+            torch.set_num_threads(threads)
+
+    def begin_worker(self, share: int) -> None:
+        """Called in each new worker: the matrix library does not inherit the setting."""
+        self._worker.share = share
+        torch.set_num_threads(share)
+
+
+_THREAD_COUNT = _ThreadCount()
+
+
 @contextmanager
 def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads, each with its share of PyTorch's threads. Tasks that have not begun at the end of the block are dropped."""
-    threads = torch.get_num_threads()
+    """A pool of threads, each with its share of PyTorch's threads. Tasks that have not begun at the end of the block are dropped.
+
+    Blocks may be nested, and several threads may be in one at the same time.
+    """
+    threads = _THREAD_COUNT.enter()
     share = max(1, threads // workers)
     torch.set_num_threads(share)
-    # Each new thread must set it too: the matrix library does not inherit the setting.
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
+    pool = ThreadPoolExecutor(workers, initializer=_THREAD_COUNT.begin_worker, initargs=(share,))
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+        _THREAD_COUNT.leave(threads)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from threading import get_ident
 
 import numpy as np
 import torch
@@ -79,9 +81,13 @@ def _factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) 
     if built.norms is not None:
         tensors["norms"] = [built.norms.numpy()]
     with contextlib.suppress(OSError):  # a store that cannot be written answers all the same
-        unfinished = store.folder / f".{name}"
-        write_tensors(unfinished, tensors)
-        unfinished.replace(store.folder / name)
+        # A name of its own: other threads and processes may be building the same
+        unfinished = store.folder / f".{name}.{os.getpid()}.{get_ident()}"
+        try:
+            write_tensors(unfinished, tensors)
+            unfinished.replace(store.folder / name)
+        finally:
+            unfinished.unlink(missing_ok=True)
         flush_folder(store.folder)
     return built
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -328,6 +329,10 @@ def moved_rows(rows: int) -> tuple[RowMap, RowMap]:
     return permutation, replacement
 
 
+_TURNS = RLock()
+"""Held while random states and settings of PyTorch are changed."""
+
+
 class _Subject:
     """What runs in experiments: copies of a module, which tell what its recorded parts are given."""
 
@@ -368,17 +373,18 @@ def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls) -> None:
 
 @contextlib.contextmanager
 def _same_random_numbers(module: nn.Module) -> Iterator[None]:
-    """Afterwards, all random states are what they were."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    fast_path = torch.backends.mha.get_fastpath_enabled()
+    """Afterwards, all random states are what they were. These belong to the process, so threads take turns."""
     devices = {parameter.device for parameter in module.parameters()}
     cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=cuda):
-            torch.backends.mha.set_fastpath_enabled(False)  # it calls no inner modules
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    with _TURNS:
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        try:
+            with torch.random.fork_rng(devices=cuda):
+                torch.backends.mha.set_fastpath_enabled(False)  # it calls no inner modules
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

@@ -26,6 +26,7 @@ from dualform.query.remembered import remembered
 from dualform.query.sketch import MOST
 from dualform.query.slots import describe
 from dualform.query.written import has_silent, written
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -93,7 +94,7 @@ def _sorted(values: pl.DataFrame) -> Sorted:
 
 
 class Answer(ABC):
-    """The scores of one layer's slots for some queries."""
+    """The scores of one layer's slots for some queries. Threads may share it."""
 
     value: str
     """The name of a score in frames."""
@@ -121,8 +122,12 @@ class Answer(ABC):
         return pl.DataFrame(dict(zip(self._names, places, strict=True)), schema=dict.fromkeys(self._names, pl.Int64))
 
     @abstractmethod
-    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
-        """The scores of some queries for the slots low to high of a chunk, (queries, slots)."""
+    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+        """The scores of some queries for the slots low to high of a chunk, (queries, slots).
+
+        scratch: memory to decode vectors in, good until the next tile of the same scan. It belongs to the scan, not to the answer, since
+        several threads may scan for one answer at the same time.
+        """
 
     def top(
         self,
@@ -274,6 +279,7 @@ class Answer(ABC):
         """Tiles in the order of slot numbers: numbers (m,), scores (queries, m), the chunk, places in it."""
         mask = self._mask(where)
         width = max(self.layer.d_in + self.layer.d_out, (queries.stop - queries.start) * self._terms)
+        scratch = Room(self._dtype)
         for chunk in self._chunks():
             kept = None if mask is None else mask(chunk)
             if kept is not None and not kept.any():
@@ -284,7 +290,7 @@ class Answer(ABC):
                     places = places[kept[low:high]]
                     if not len(places):
                         continue
-                scores = self._tile(queries, chunk, low, high)
+                scores = self._tile(queries, chunk, low, high, scratch)
                 if len(places) < high - low:
                     scores = scores[:, torch.from_numpy(places - low)]
                 yield torch.from_numpy(places + chunk.first_slot), scores, chunk, places

@@ -30,7 +30,7 @@ QUERIES = 2048
 
 
 class LayerAttention(Answer):
-    """The attention weights of one layer. Nothing is computed until it is asked for."""
+    """The attention weights of one layer. Nothing is computed until it is asked for. Threads may share it."""
 
     value = "weight"
     _bounded = True
@@ -52,8 +52,6 @@ class LayerAttention(Answer):
         self.queries, self._columns = queries, tuple(columns)
         self._stored: tuple[slice, Tensor] | None = None
         self._mapped = layer.form != "vectors" or store.manifest.dtype == str(dtype).removeprefix("torch.")
-        self._room = Room(dtype)
-        """Where keys are decoded, if they cannot be used as they are stored: fresh memory would take longer than decoding."""
         self._flat = queries.reshape(-1, queries.shape[-1]).to("cpu", dtype)
 
     def __repr__(self) -> str:
@@ -129,14 +127,14 @@ class LayerAttention(Answer):
             self._store, self.layer, self._end, self.queries, self._dtype, columns, silent=self._silent
         )
 
-    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
-        if chunk.key_numbers is None:
-            keys = chunk.keys(self._dtype, low, high) if self._mapped else self._decoded(chunk, low, high)
-            return keys.dot(self._flat[queries], self._columns)
-        return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
-
-    def _decoded(self, chunk: SlotChunk, low: int, high: int) -> Vectors:
-        return Vectors(chunk.some_keys(np.arange(low, high), self._room))
+    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+        if chunk.key_numbers is not None:
+            return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
+        if self._mapped:
+            keys = chunk.keys(self._dtype, low, high)
+        else:  # keys must be decoded, and fresh memory would take longer than that
+            keys = Vectors(chunk.some_keys(np.arange(low, high), scratch))
+        return keys.dot(self._flat[queries], self._columns)
 
     def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
         view = find(self._store, columns, self._end, deltas=False)
@@ -152,13 +150,13 @@ class LayerAttention(Answer):
 
     def _of_stored_keys(self, queries: slice) -> Tensor:
         """The weights of all stored keys, (queries, keys): equal keys are multiplied once, however often visited."""
-        if self._stored is None or self._stored[0] != queries:
-            keys = self._store.distinct_keys(self.layer.name, self._dtype)
-            self._stored = (
-                queries,
-                torch.cat([Vectors(some).dot(self._flat[queries], self._columns) for _, some in keys], dim=1),
-            )
-        return self._stored[1]
+        known = self._stored  # read once: another thread may replace it at any time
+        if known is not None and known[0] == queries:
+            return known[1]
+        keys = self._store.distinct_keys(self.layer.name, self._dtype)
+        found = torch.cat([Vectors(some).dot(self._flat[queries], self._columns) for _, some in keys], dim=1)
+        self._stored = (queries, found)
+        return found
 
 
 def part_columns(layer: Layer, name: str) -> tuple[int, ...]:

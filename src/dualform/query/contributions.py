@@ -32,6 +32,7 @@ from dualform.query.pruned import Bounds
 from dualform.query.ranking import Way
 from dualform.query.remembered import remembered
 from dualform.query.visits import keys_of
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -41,7 +42,7 @@ GATES = {4: ("i", "f", "g", "o"), 1: ("h",)}
 
 
 class LayerContributions(Answer):
-    """The contributions of one layer's slots to a target, summed over the query's positions."""
+    """The contributions of one layer's slots to a target, summed over the query's positions. Threads may share it."""
 
     value = "contribution"
     _bounded = True
@@ -72,6 +73,7 @@ class LayerContributions(Answer):
         self._asked = layer if asked is None else asked
         self._uses = self._asked.uses if uses is None else uses
         self._found: tuple[slice, Tensor] | None = None
+        self._opened: tuple[int, SlotChunk | None] | None = None
         self._progress = progress
 
     def __repr__(self) -> str:
@@ -311,11 +313,18 @@ class LayerContributions(Answer):
         known = self._coefficients[parameter]
         return torch.cat([scaled(chunk, known, 0, chunk.slots, self._dtype)[:, 0] for chunk in chunks])
 
-    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
+    def _all_scores(self, queries: slice) -> Tensor:
+        """The scores of some queries for all slots, (queries, slots), where coefficients are matrices; the last ones are kept."""
+        known = self._found  # read once: another thread may replace it at any time
+        if known is not None and known[0] == queries:
+            return known[1]
+        found = self._walk(queries)
+        self._found = (queries, found)
+        return found
+
+    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
         if self._matrices:
-            if self._found is None or self._found[0] != queries:
-                self._found = queries, self._walk(queries)
-            return self._found[1][:, chunk.first_slot + low : chunk.first_slot + high]
+            return self._all_scores(queries)[:, chunk.first_slot + low : chunk.first_slot + high]
         keys, errors = chunk.keys(self._dtype, low, high), chunk.errors(self._dtype, low, high)
         total = torch.zeros(queries.stop - queries.start, high - low, dtype=self._dtype)
         if self._by_product:
@@ -394,9 +403,12 @@ class LayerContributions(Answer):
     def _chunk(self, step: int) -> SlotChunk | None:
         ends = [chunk.end_step for chunk in self._store.manifest.chunks]
         place = int(np.searchsorted(ends, step, side="right"))
-        if getattr(self, "_opened", (None, None))[0] != place:
-            self._opened = (place, self._store.chunk_of(self.layer.name, place))
-        return self._opened[1]
+        known = self._opened  # read once: another thread may replace it at any time
+        if known is not None and known[0] == place:
+            return known[1]
+        found = self._store.chunk_of(self.layer.name, place)
+        self._opened = (place, found)
+        return found
 
 
 def gates_of(layer: Layer) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +75,7 @@ def estimate(
     for done, segment in enumerate(found):
         if progress is not None:
             progress("queries", done, len(found))
-        with warnings.catch_warnings():
-            if questions:  # of what is not recorded we hear once, not in each segment
-                warnings.simplefilter("ignore")
-            model = model_at(segment.moment).eval()
+        model = model_at(segment.moment).eval()
         captured = run(model, layers, inputs, rows, store.manifest.batch_axis, aim, True).layers
         questions.append(
             {

@@ -28,6 +28,7 @@ from dualform.query.masks import Bools, condition_columns
 from dualform.query.ranking import Way
 from dualform.query.remembered import remembered
 from dualform.query.written import has_silent, rows_written
+from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import PIECE_BYTES, SlotChunk
 
@@ -126,7 +127,7 @@ class RowInfluence(Answer):
             for window in windows(self._store, segment.first_row, segment.end_row, 1 << 40):
                 yield Rows(number, window)
 
-    def _tile(self, queries: slice, chunk: Any, low: int, high: int) -> Tensor:
+    def _tile(self, queries: slice, chunk: Any, low: int, high: int, scratch: Room) -> Tensor:
         place, first, _ = chunk.window
         window = Window(place, first + low, first + high)
         return self._scored.rows(chunk.number, self._layers, window, queries, self._dtype)
@@ -217,7 +218,7 @@ class LayerInfluence(Answer):
             inside = inside & ~chunk.shared
         return chunk.per_slot(inside)
 
-    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int) -> Tensor:
+    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
         found = torch.zeros(queries.stop - queries.start, high - low, dtype=self._dtype)
         steps = chunk.blocks[:, 0]
         ends = np.append(chunk.starts, chunk.slots)

@@ -80,7 +80,10 @@ class ByLayer(Mapping[str, A], Generic[A]):
 
 
 class Dual:
-    """A trained network in its dual form, at the end of its recording or at an earlier moment."""
+    """A trained network in its dual form, at the end of its recording or at an earlier moment.
+
+    Threads may share it and its answers. They wait for each other only while the model runs on their inputs.
+    """
 
     def __init__(self, store: Store, model: nn.Module | None, end: int):
         self.store, self._model, self.end_step = store, model, end
@@ -250,11 +253,12 @@ class Dual:
             )
         self._warn()
         chosen, reached = self._chosen(layers), Reached()
+        warned: set[str] = set()
         return estimate(
             self.store,
             [layer for layer in self._recorded() if layer.name in chosen],
             self.end_step,
-            lambda step: self._with(self._weights_at(step, reached=reached)),
+            lambda step: self._with(self._weights_at(step, reached=reached, warned=warned)),
             inputs,
             rows,
             target,
@@ -523,10 +527,12 @@ class Dual:
         progress: certificate.Progress | None = None,
         reached: Reached | None = None,
         but: Collection[str] = (),
+        warned: set[str] | None = None,
     ) -> dict[str, Tensor]:
         """All parameters and buffers: recorded ones exactly, the others from the nearest earlier snapshot.
 
-        reached: for several moments, one after the other. but: these are not asked for.
+        reached: for several moments, one after the other. but: these are not asked for. warned: parameters and buffers whose warning was
+        given already; those of this one are added.
         """
         nearest = max(s for s in self.store.snapshot_steps() if s <= step)
         snapshot = self.store.snapshot(nearest)
@@ -539,7 +545,9 @@ class Dual:
                 f'{self.store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = {p.name for p in self.store.manifest.parameters}
-        others = set(weights) - recorded - self._aliases()
+        others = set(weights) - recorded - self._aliases() - (warned or set())
+        if warned is not None:
+            warned |= others
         if others:
             warnings.warn(
                 f"not recorded, so taken from the snapshot at step {nearest} instead of step {step}: "

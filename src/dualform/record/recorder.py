@@ -53,7 +53,10 @@ def _copied(value: Tensor) -> Tensor:
 
 
 class Recorder:
-    """Records until closed. Made by `dualform.record`; a context manager."""
+    """Records until closed. Made by `dualform.record`; a context manager.
+
+    It belongs to the thread that trains: do not call it, the model or the optimizer from several threads at once.
+    """
 
     def __init__(
         self,

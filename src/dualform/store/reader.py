@@ -44,7 +44,7 @@ WHOLE = 1 << 20
 
 
 class Store(Sealed):
-    """A recording on disk, as far as it is sealed."""
+    """A recording on disk, as far as it is sealed. Threads may share it: what they find out twice is the same."""
 
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
         """manifest: another one than that on disk, for who knows what they do."""
@@ -78,15 +78,16 @@ class Store(Sealed):
         counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
         home = np.searchsorted(ends := np.cumsum(counts), rows, side="right")
         needed, which = np.unique(home, return_inverse=True)
-        few = len({*needed.tolist(), *self._read_rows}) <= len(counts) // 4
+        read = self._read_rows  # read once: another thread may begin a new one
+        few = len({*needed.tolist(), *list(read)}) <= len(counts) // 4
         if counts.sum() <= WHOLE or not few or not len(rows):
-            self._read_rows.clear()
+            self._read_rows = {}
             return _taken(self.rows, columns, rows)
         for place in needed.tolist():
-            if place not in self._read_rows:
-                self._read_rows[place] = self.rows_in(place)
+            if place not in read:
+                read[place] = self.rows_in(place)
         begin = np.cumsum(counts[needed]) - counts[needed]
-        joined = pl.concat([self._read_rows[place] for place in needed.tolist()])
+        joined = pl.concat([read[place] for place in needed.tolist()])
         return _taken(joined, columns, begin[which] + rows - (ends - counts)[home])
 
     def _rows_or_nulls(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
