@@ -87,8 +87,9 @@ def test_no_token_is_chosen_twice():
 @pytest.mark.parametrize("name", TABLES)
 def test_the_papers_queries_and_passages_are_in_the_texts(name):
     text = texts.load(name)
-    asked = papers(text)
-    assert [one.table.number for one in asked] == ([2, 3, 4] if name == "aesop" else [5, 6, 7])
+    asked = papers(text, variants=True)
+    assert [one.table.number for one in asked] == ([2, 3, 4] if name == "aesop" else [5, 6, 7, 6])
+    assert [len(one.theirs) for one in asked] == [3] * len(asked)
     for one in asked:
         for part, position, words in [
             (one.part, one.position, one.table.query),
@@ -96,3 +97,12 @@ def test_the_papers_queries_and_passages_are_in_the_texts(name):
         ]:
             assert f"[{text.passage(position, part=part).token}]" in words
         assert len(set(one.theirs)) == len(one.table.top)
+
+
+@pytest.mark.data
+def test_the_third_passage_of_table_7_and_the_other_reading_of_table_6():
+    text = texts.load("wikitext-2")
+    *_, table_7, other_6 = papers(text, variants=True)
+    assert table_7.theirs[2] == 1_109_034
+    assert [text.passage(position).token for position in other_6.theirs] == ["main", "secondary", "primary"]
+    assert text.passage(other_6.position, part="test").token == "principal"

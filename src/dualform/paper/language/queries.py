@@ -96,11 +96,27 @@ TABLES = {
                 "genuinely creepy 45 @-@ minute horror movie",
                 "it was the \" most impressive \" song on the album , describing it [as] a \" gorgeously sparse prayer built around "
                 "Adam Clayton 's bassline",
+                "James from magazine gave the film 2 out of 5 stars , describing it [as] \" ' Alien ' meets ' V '",
             ),
         ),
     ),
 }  # fmt: skip
-"""By text. The third passage of Table 7 is missing in the text of the paper that we have."""
+"""By text."""
+VARIANTS = {
+    "wikitext-2": (
+        Table(
+            6,
+            "main, secondary, primary for principal",
+            "Her [principal] role was for combat in the English Channel and other European waters",
+            (
+                "Her sailing rig also was removed . Her [main] battery guns were replaced with new",
+                "one turret amidships between the two funnels . Her [secondary] armament consisted of fourteen 15 cm",
+                "single mounts . Her [primary] offensive weapon was her five 450 mm",
+            ),
+        ),
+    ),
+}
+"""Tables that can be read in another way: the caption of Table 6 is about these words, whose highlights we do not know."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +136,19 @@ class Query:
         return text.part(self.part).ids[self.begin : self.position + 1]
 
 
-def papers(text: Text) -> list[Query]:
-    """The paper's queries for a text, where it has any."""
+def papers(text: Text, *, variants: bool = False) -> list[Query]:
+    """The paper's queries for a text, where it has any. variants: also those tables that can be read in another way."""
     tables = TABLES.get(text.name, ())
+    if variants:
+        tables = (*tables, *VARIANTS.get(text.name, ()))
     search = {part: Search(text, part) for part in ("train", "test")} if tables else {}
-    found = []
-    for one in tables:
-        first, position = search[one.part](one.query)
-        theirs = tuple(search["train"](words)[1] for words in one.top)
-        found.append(Query(one.part, min(first, _begin(text, position)), position, one, theirs))
-    return found
+    queries = []
+    for table in tables:
+        first, position = search[table.part](table.query)
+        theirs = tuple(search["train"](words)[1] for words in table.top)
+        begin = min(first, _begin(text, position))
+        queries.append(Query(table.part, begin, position, table, theirs))
+    return queries
 
 
 def chosen(text: Text, count: int) -> list[Query]:
