@@ -31,12 +31,10 @@ import torch
 import dualform
 from dualform.paper.language import beside, kept
 from dualform.paper.language.asking import Recorded
-from dualform.paper.language.model import built
-from dualform.paper.language.reading import batch
 from dualform.paper.language.recording import options as recording_options
 from dualform.paper.language.settings import settings_for
 from dualform.paper.language.text import load
-from dualform.paper.language.training import adam
+from dualform.paper.language.training import adam, batch_of, initial_model
 from dualform.paper.language.ways import compare
 from dualform.store.format import Grouping, load_manifest
 from dualform.store.sums import NewTotals, write_totals
@@ -85,12 +83,14 @@ def passages(run: Path, prompt: str, repeats: int) -> dict[str, Any]:
 
 def made(folder: Path) -> None:
     """A recording as a training on all of WikiText-2 leaves it, of random sums: positions in the order of their first visit."""
-    text, settings = load("wikitext-2"), settings_for("wikitext-2")
-    model, positions = built(settings.shape(len(text.vocabulary)), 0), len(text.train)
+    text = load("wikitext-2")
+    settings = settings_for("wikitext-2", preset="text")  # reads every position
+    model = initial_model(settings, len(text.vocabulary))
+    positions = len(text.train)
     options = recording_options(text, settings, "totals")
     with dualform.record(model, adam(model, settings), folder, **options):
         beside.write(folder, beside.Beside(text, model.shape))
-    steps = (batch(text.train.ids, n, settings.batch, settings.window).positions for n in itertools.count())
+    steps = (batch_of(text.train.ids, n, settings).positions for n in itertools.count())
     order = np.concatenate([next(steps).flatten() for _ in range(-(-positions // settings.tokens) + 1)])
     places = order[np.sort(np.unique(order, return_index=True)[1])]
     keys, generator = torch.empty(positions, model.shape.key), torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -13,7 +14,10 @@ import typer
 from dualform.cli.base import Data, Json, app, one_line_errors, print_json, progress_bars
 
 if TYPE_CHECKING:
-    pass
+    from dualform.paper.language.settings import Order as LanguageOrder
+
+LOG_SECONDS = 60.0
+"""Without a terminal, a line about the progress of a language model's training is printed this often."""
 
 
 class Experiment(str, Enum):
@@ -42,6 +46,13 @@ class Size(str, Enum):
 
     paper = "paper"
     small = "small"
+
+
+class LanguagePreset(str, Enum):
+    """How the paper's language models are built and trained: as in the authors' code, or as the text says."""
+
+    released = "released"
+    text = "text"
 
 
 class Preset(str, Enum):
@@ -81,6 +92,9 @@ def paper(
         typer.Option("--every-image", help="Measure when top slots were written on all test images (minutes more)."),
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the recordings (GBs for each seed).")] = False,
+    preset: Annotated[
+        LanguagePreset, typer.Option(help="language: as the authors' code, or as the paper's text.")
+    ] = LanguagePreset.released,
     size: Annotated[Size, typer.Option(help="language: the paper's models, or small ones.")] = Size.paper,
     state_size: Annotated[int | None, typer.Option(min=1, help="language: width of the LSTM.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="language: train no longer than this.")] = None,
@@ -90,33 +104,35 @@ def paper(
     predicted: Annotated[
         float, typer.Option(help="language: the share of tokens, drawn in each step, whose next token is predicted.")
     ] = 1.0,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="language: steps between two checkpoints.", show_default="100")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that PyTorch may use.", show_default="one for each core")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the paper's experiments at full size and write a page with figures for each, beside the paper's numbers.
 
-    What an interrupted run has finished is not done again.
+    The same command goes on with a run that was interrupted: what is finished is not done again, and the training of a language
+    model goes on from its last checkpoint.
     """
+    import torch
+
+    from dualform.paper.language.settings import Order as LanguageOrder
     from dualform.paper.run import estimate, run, run_asides
     from dualform.paper.settings import Order
 
+    if threads is not None:
+        torch.set_num_threads(threads)
+    asked = LanguageOrder(preset.value, size.value, steps, state_size, first, minutes, predicted, all_slots)
     if experiment in LANGUAGE:
-        _language(
-            LANGUAGE[experiment],
-            out,
-            data,
-            size.value,
-            steps,
-            state_size,
-            first,
-            minutes,
-            predicted,
-            all_slots,
-            as_json,
-        )
+        _language(LANGUAGE[experiment], asked, out, data, checkpoint_every, as_json)
         return
-    if size is not Size.paper or state_size is not None or minutes is not None or predicted != 1 or all_slots:
+    if asked != LanguageOrder(steps=steps, seed=first) or checkpoint_every is not None:
         raise typer.BadParameter(
-            "--size, --state-size, --minutes, --slots and --predicted are for aesop, wikitext-2 and language.",
+            "--preset, --size, --state-size, --minutes, --slots, --predicted and --checkpoint-every are for aesop, wikitext-2 and "
+            "language.",
             param_hint="--size",
         )
     chosen = ["single-task", "joint", "continual", "asides"] if experiment is Experiment.images else [experiment.value]
@@ -174,52 +190,60 @@ def _transformer(
 
 def _language(
     names: tuple[str, ...],
+    order: LanguageOrder,
     out: Path,
     data: Path | None,
-    size: str,
-    steps: int | None,
-    state: int | None,
-    seed: int,
-    minutes: float | None,
-    predicted: float,
-    all_slots: bool,
+    checkpoint_every: int | None,
     as_json: bool,
 ) -> None:
-    """The paper's language experiments: the recordings stay, for `dualform passages`."""
+    """The paper's language experiments. Their recordings stay, for `dualform passages`."""
+    from dualform.paper.language.recording import CHECKPOINT_STEPS
     from dualform.paper.language.run import RECORDING, run
-    from dualform.paper.language.settings import settings_for
     from dualform.paper.language.text import load
 
-    given = {"--size": size, "--steps": steps, "--state-size": state, "--seed": seed or None, "--minutes": minutes}
-    given |= {"--predicted": predicted if predicted != 1 else None}
-    said = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
-    said += " --slots" if all_slots else ""
     pages = {}
     for name in names:
-        settings = settings_for(name, size, steps=steps, state=state, seed=seed, predicted=predicted)
-        text, folder = load(name, data), out / name
-        nbytes = 4 * settings.shape(len(text.vocabulary)).key * len(text.train)
-        kept = (
-            "all slots, up to 20 GB" if all_slots else f"{nbytes / 1e9:.2f} GB of totals (in memory, then on the disk)"
-        )
-        limit = "" if minutes is None else f" or {minutes:g} minutes"
+        settings = order.settings(name)
+        text = load(name, data)
+        folder = out / order.folder(name)
+        totals_bytes = 4 * settings.shape(len(text.vocabulary)).key * len(text.train)
+        kept = f"{totals_bytes / 1e9:.2f} GB of totals in memory, and up to twice that on the disk"
+        if order.all_slots:
+            kept = "all slots, up to 20 GB"
+        limit = "" if order.minutes is None else f" or {order.minutes:g} minutes"
         print(
-            f"{name}: {settings.steps} steps{limit}, {kept}; results in {folder}",
+            f"{name}, preset {order.preset}: {settings.steps} steps{limit}, {kept}; results in {folder}",
             file=sys.stderr,
         )
-        with progress_bars() as progress:
-            command = f"dualform paper {name} {said}"
+        with progress_bars() as bars:
             pages[name] = run(
                 text,
                 settings,
                 folder,
-                keep="slots" if all_slots else "totals",
-                minutes=minutes,
-                command=command,
-                progress=progress,
+                keep="slots" if order.all_slots else "totals",
+                minutes=order.minutes,
+                checkpoint_every=checkpoint_every or CHECKPOINT_STEPS,
+                command=order.command(name),
+                progress=_with_log_lines(bars),
             )
     if as_json:
         print_json({name: str(page) for name, page in pages.items()})
-    else:
-        for name, page in pages.items():
-            print(f"{name}: {page}\n  dualform passages {out / name / RECORDING} --prompt …")
+        return
+    for name, page in pages.items():
+        print(f"{name}: {page}\n  dualform passages {page.parent / RECORDING} --prompt …")
+
+
+def _with_log_lines(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Progress that also prints a line now and then where there is no terminal, for the log of a run in the background."""
+    if sys.stderr.isatty():
+        return report
+    printed = time.monotonic()
+
+    def logged(what: str, done: int, total: int) -> None:
+        nonlocal printed
+        report(what, done, total)
+        if time.monotonic() - printed > LOG_SECONDS:
+            printed = time.monotonic()
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+    return logged

@@ -20,7 +20,7 @@ from dualform.cli import app
 from dualform.errors import MaskError, QuestionError, StoreDamagedError
 from dualform.paper.language import asked, beside, kept, plain
 from dualform.paper.language.asking import Recorded
-from dualform.paper.language.model import built
+from dualform.paper.language.model import build_model
 from dualform.paper.language.recording import train
 from dualform.paper.language.shape import Shape
 
@@ -68,7 +68,7 @@ def test_all_scores_are_those_of_the_library(runs):
 @pytest.mark.parametrize("tokens", [[3], [0, 8, 3, 3, 1, 0, 7]])
 def test_the_model_in_numpy_is_the_model(between, tokens):
     shape = Shape(9, 4, 6, dropout=0.5, between=between)
-    model = built(shape, 1).double().eval()
+    model = build_model(shape, 1).double().eval()
     weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
     assert {name: value.shape for name, value in weights.items()} == plain.sizes(shape)
     found = plain.read(shape, weights, tokens)

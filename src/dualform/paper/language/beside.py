@@ -38,9 +38,9 @@ class Beside:
 
     def model(self) -> LanguageModel:
         """A model of the right sizes; its weights come from the recording."""
-        from dualform.paper.language.model import built  # whoever needs no model need not wait for PyTorch
+        from dualform.paper.language.model import build_model  # questions about totals need no PyTorch
 
-        return built(self.shape, 0)
+        return build_model(self.shape, 0)
 
 
 def write(folder: Path, beside: Beside) -> None:

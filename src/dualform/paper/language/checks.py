@@ -13,13 +13,11 @@ import torch
 import dualform
 from dualform.paper.language import beside
 from dualform.paper.language.asking import Recorded
-from dualform.paper.language.model import built
-from dualform.paper.language.reading import batch
 from dualform.paper.language.recording import Progress
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.shape import LAYER
 from dualform.paper.language.text import Passage, Text
-from dualform.paper.language.training import adam, start, train_step
+from dualform.paper.language.training import adam, batch_of, initial_model, start, train_step
 
 OUTPUT = "decoder"
 PROMPTS = {
@@ -69,15 +67,16 @@ def check(text: Text, settings: Settings, folder: Path, progress: Progress = lam
     settings = replace(settings, steps=min(STEPS, settings.steps), batch=min(ROWS, settings.batch), predicted=1.0)
     prompt, target = PROMPTS.get(text.name) or _end(text)
     unit = text.numbers[target]
-    model = built(settings.shape(len(text.vocabulary)), settings.seed)
-    optimizer, state = adam(model, settings), start(model, settings.batch)
+    model = initial_model(settings, len(text.vocabulary))
+    optimizer = adam(model, settings)
+    state = start(model, settings.batch)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with dualform.record(
         model, optimizer, folder, layers=[LAYER, OUTPUT], outputs={OUTPUT: [unit]}, overwrite=True
     ) as recorder:
         beside.write(folder, beside.Beside(text, model.shape))
         for step in range(settings.steps):
-            read = batch(text.train.ids, step, settings.batch, settings.window)
+            read = batch_of(text.train.ids, step, settings)
             recorder.batch(**{beside.COLUMN: read.positions})
             _, state = train_step(model, optimizer, read, state, step, settings, whole=True)
             progress("a short training with all slots", step + 1, settings.steps)

@@ -21,21 +21,26 @@ class LanguageModel(nn.Module):
         self.between = nn.Linear(shape.embedding, shape.between) if shape.between else nn.Identity()
         self.lstm = nn.LSTM(shape.input, shape.state, batch_first=True)
         self.dropout = nn.Dropout(shape.dropout)
+        self.output_dropout = nn.Dropout(shape.output_dropout)
         self.decoder = nn.Linear(shape.state, shape.vocabulary)
 
     def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """What the output layer reads, (rows, time, d_state), and the state after the last token."""
-        found, state = self.lstm(self.dropout(self.between(self.embedding(tokens))), state)
-        return self.dropout(found), state
+        """The input of the output layer, (rows, time, d_state), and the state after the last token."""
+        embedded = self.dropout(self.embedding(tokens))
+        output, state = self.lstm(self.between(embedded), state)
+        return self.output_dropout(output), state
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Run over some tokens."""
-        found, state = self.hidden(tokens, state)
-        return self.decoder(found), state
+        output, state = self.hidden(tokens, state)
+        return self.decoder(output), state
 
 
-def built(shape: Shape, seed: int) -> LanguageModel:
-    """A model with PyTorch's own initial weights."""
+def build_model(shape: Shape, seed: int, embedding_range: float | None = None) -> LanguageModel:
+    """A model with PyTorch's initial weights; with `embedding_range`, embeddings are uniform within ± this instead of N(0, 1)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LanguageModel(shape)
+        model = LanguageModel(shape)
+        if embedding_range is not None:
+            nn.init.uniform_(model.embedding.weight, -embedding_range, embedding_range)
+        return model

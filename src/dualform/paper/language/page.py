@@ -25,7 +25,9 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
     visits = trained.steps * settings.tokens / len(text.train)
     assert trained.test is not None
     between = f" → Linear {shape.between}" if shape.between else ""
-    dropout = f", dropout {shape.dropout:g}" if shape.dropout else ""
+    embeddings = "from N(0, 1)"
+    if settings.embedding_range is not None:
+        embeddings = f"uniformly within ±{settings.embedding_range:g}"
     decay = f", weight decay {settings.weight_decay:g}" if settings.weight_decay else ""
     share = (
         ""
@@ -42,19 +44,49 @@ def learned(text: Text, settings: Settings, trained: Trained) -> Section:
     )
     said = (
         f"{len(text.train):,} {text.unit}s of training text, {len(text.test):,} of test text, vocabulary {len(text.vocabulary):,}. "
-        f"Embedding {shape.embedding}{between} → LSTM {shape.state} → Linear{dropout}; Adam, learning rate {settings.lr:g}{decay}, gradients "
-        f"clipped at norm {settings.clip:g}; {settings.batch} × {settings.window} {text.unit}s a step, state carried on and dropped with "
-        f"probability {settings.forget:g}; seed {settings.seed}.{share}\n\n"
-        f"After **{trained.steps:,} steps** (each position was read {visits:.1f} times; {trained.seconds / 60:.0f} minutes with "
-        f"recording): **{measure(trained.test):.2f} {name}** on the whole test text. The "
+        f"Preset `{settings.preset}`: embedding {shape.embedding}{between} → LSTM {shape.state} → Linear{_dropout(settings)}; embeddings "
+        f"initialised {embeddings}; Adam, learning rate {settings.lr:g}{decay}, gradients clipped at norm {settings.clip:g}; "
+        f"{settings.batch} × {settings.window} {text.unit}s a step. {_reading(text, settings)} Seed {settings.seed}.{share}\n\n"
+        f"After **{trained.steps:,} steps** (each position was read {visits:.1f} times in the mean; {trained.seconds / 60:.0f} minutes "
+        f"with recording, {trained.processor / 60:.0f} of processor time): **{measure(trained.test):.2f} {name}** on the whole test text. The "
         f"recording takes {trained.nbytes / 1e9:.2f} GB: {kept}."
     )
     curves = {
         "training text, as it was read": _curve(trained.losses, measure),
         "test text, its first 10,000": _curve(trained.curve, measure),
     }
-    return Section(
-        "What was trained", said, {"axes": {"x": "step", "y": name, "log_y": text.unit == "word"}, "curves": curves}
+    data = {
+        "steps": trained.steps,
+        "test": measure(trained.test),
+        "seconds": trained.seconds,
+        "processor_seconds": trained.processor,
+        "axes": {"x": "step", "y": name, "log_y": text.unit == "word"},
+        "curves": curves,
+    }
+    return Section("What was trained", said, data)
+
+
+def _dropout(settings: Settings) -> str:
+    places = []
+    if settings.dropout:
+        places.append(f"{settings.dropout:g} of the embeddings")
+    if settings.output_dropout:
+        places.append(f"{settings.output_dropout:g} of the LSTM's output")
+    return f", dropout {' and '.join(places)}" if places else ""
+
+
+def _reading(text: Text, settings: Settings) -> str:
+    """How rows read the text, and what happens to their state."""
+    state = f"with probability {settings.forget:g} before a step"
+    if settings.forget_together:
+        state += ", of all rows at once"
+    if not settings.epochs:
+        return f"Rows read on past the end of the text; their state is carried on and dropped {state}."
+    windows = len(text.train) // settings.window // settings.batch
+    read = windows * settings.window * settings.batch
+    return (
+        f"An epoch has {windows:,} steps and reads the first {read:,} {text.unit}s; the state is carried on and dropped at the start of an "
+        f"epoch and {state}."
     )
 
 

@@ -1,66 +1,111 @@
-"""A language model's training, recorded: it can be stopped at any time and goes on from its last checkpoint."""
+"""A language model's training, recorded: killed at any time, the same call goes on from the last checkpoint."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 import dualform
-from dualform.errors import RecordingError
-from dualform.paper.language import beside
-from dualform.paper.language.model import LanguageModel, State, built
-from dualform.paper.language.reading import batch
+from dualform.errors import QuestionError, RecordingError
+from dualform.paper.language import beside, checkpoints
+from dualform.paper.language.model import LanguageModel
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.shape import LAYER
 from dualform.paper.language.text import Text
-from dualform.paper.language.training import adam, evaluate, start, train_step
+from dualform.paper.language.training import adam, batch_of, evaluate, initial_model, start, train_step
 from dualform.paper.settings import completed
 
 Progress = Callable[[str, int, int], None]
-TRAINED, CHECKPOINT = "trained.json", "checkpoint-{step}.safetensors"
-CHECKPOINT_SECONDS = 600.0
+Measure = Callable[[Path], Any]
+"""A recording's folder → plain data about it."""
+TRAINED = "trained.json"
+CHECKPOINT_STEPS = 100
+"""Steps between two checkpoints."""
 BOUND = 20e9
-"""What all slots may take on the disk."""
-CURVE_POINTS, CURVE_TOKENS = 40, 10_000
-"""The learning curve: so many points, each measured on so many tokens of the test text."""
+"""Bytes that all slots may take on the disk."""
+CURVE_POINTS = 40
+CURVE_TOKENS = 10_000
+"""The learning curve: its points, and the tokens of the test text on which each is measured."""
 
 
 @dataclass
 class Trained:
-    """What a training has come to."""
+    """The course of a training so far."""
 
     settings: dict[str, Any]
     keep: str
     steps: int = 0
     seconds: float = 0.0
-    """Of training and recording, without evaluation."""
+    """Wall time of training and recording, without evaluation."""
     nbytes: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, nats per token of the last stretch of training)"""
+    """(step, nats per token of the training text since the point before)"""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, nats per token of the test text's beginning)"""
     test: float | None = None
     """Nats per token of the whole test text."""
+    processor: float = 0.0
+    """Processor time of the same work, of all threads."""
+    recent: list[float] = field(default_factory=list)
+    """The loss of each step since the last point of `losses`."""
+    measured: list[tuple[int, Any]] = field(default_factory=list)
+    """(step, what `measure` found at a checkpoint)"""
+
+    def add_point(self, test: float) -> None:
+        """A point of the learning curve. test: nats per token of the test text's beginning."""
+        self.losses.append((self.steps, sum(self.recent) / len(self.recent)))
+        self.curve.append((self.steps, test))
+        self.recent = []
+
+
+class Stopwatch:
+    """Wall and processor time, without pauses; goes on from what was measured before."""
+
+    def __init__(self, seconds: float, processor: float):
+        self._before = (seconds, processor)
+        self._began = self._now()
+        self._aside = (0.0, 0.0)
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    @property
+    def here(self) -> tuple[float, float]:
+        """Seconds since this stopwatch was made: wall, processor."""
+        now = self._now()
+        return (now[0] - self._began[0] - self._aside[0], now[1] - self._began[1] - self._aside[1])
+
+    @property
+    def total(self) -> tuple[float, float]:
+        """Seconds with those before: wall, processor."""
+        here = self.here
+        return (self._before[0] + here[0], self._before[1] + here[1])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile does not count."""
+        began = self._now()
+        yield
+        ended = self._now()
+        self._aside = (self._aside[0] + ended[0] - began[0], self._aside[1] + ended[1] - began[1])
 
 
 def options(text: Text, settings: Settings, keep: str) -> dict[str, Any]:
-    """What dualform.record() is told. keep: "totals" (sums of keys by position) or "slots" (everything, float16)."""
+    """Arguments of dualform.record(). keep: "totals" (sums of keys by position) or "slots" (everything, float16)."""
     if keep == "slots":
         return {"layers": [LAYER], "dtype": "float16"}
-    wide = settings.shape(len(text.vocabulary)).key
+    key = settings.shape(len(text.vocabulary)).key
     return {
         "layers": [LAYER],
         "keep": "totals",
         "totals": {beside.COLUMN: "keys"},
-        "totals_bytes": 4 * wide * len(text.train) + (1 << 20),
+        "totals_bytes": 4 * key * len(text.train) + (1 << 20),
     }
 
 
@@ -71,118 +116,128 @@ def train(
     *,
     keep: str = "totals",
     minutes: float | None = None,
+    checkpoint_every: int = CHECKPOINT_STEPS,
+    measure: Measure | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[LanguageModel, Trained]:
-    """Train and record until settings.steps, or for so many minutes. What a checkpoint holds is not done again.
+    """Train and record until settings.steps, or for some minutes; goes on from the last checkpoint, if there is one.
 
-    keep: "totals" per position, or "slots": all of them, as many steps as BOUND has room for.
+    keep: "totals" per position, or all "slots", of as many steps as BOUND has room for. measure: called with the folder after each
+    checkpoint; its answers are kept in `Trained.measured`. Only totals can be measured: slots may be ahead of the checkpoint.
     """
+    if checkpoint_every < 1:
+        raise QuestionError(f"checkpoint_every {checkpoint_every}: expected at least 1 step.")
+    if keep != "totals" and measure is not None:
+        raise QuestionError(f'measure= needs totals, and keep is {keep!r}. Leave it out, or say keep="totals".')
     if keep == "slots":
-        settings = replace(settings, steps=max(1, min(settings.steps, int(BOUND / settings.slot_bytes))))
-    model = built(settings.shape(len(text.vocabulary)), settings.seed)
-    optimizer, state = adam(model, settings), start(model, settings.batch)
+        most = max(1, int(BOUND / settings.slot_bytes))
+        settings = replace(settings, steps=min(settings.steps, most))
+    model = initial_model(settings, len(text.vocabulary))
+    optimizer = adam(model, settings)
+    state = start(model, settings.batch)
     trained = Trained(replace(settings, steps=0).to_dict(), keep)
-    found = _checkpoint(folder, trained)
-    if found is not None:
-        trained, tensors = found
-        state = _restore(model, optimizer, tensors)
+
+    checkpoint = _last_checkpoint(folder, keep)
+    if checkpoint is not None:
+        trained = _same_training(folder, checkpoint, trained)
+        state = checkpoints.load(checkpoint, model, optimizer)
     if trained.steps >= settings.steps:
-        return model, _tested(text, model, folder, trained, progress)
+        return model, _finish(text, model, folder, trained, measure, progress)
+
     folder.parent.mkdir(parents=True, exist_ok=True)
-    resume = {"resume": trained.steps} if trained.steps else {"overwrite": True}
-    began = saved = time.perf_counter()
-    aside, before, recent = 0.0, trained.seconds, list[float]()
-    every = max(1, settings.steps // CURVE_POINTS)
+    if trained.steps:
+        resume: dict[str, Any] = {"resume": trained.steps}
+        _measure(folder, trained, measure)  # in case the training was killed before it could
+    else:
+        resume = {"overwrite": True}
+        checkpoints.remove_all(folder)  # left by a training that was killed before its recording was first sealed
+
+    point_every = max(1, settings.steps // CURVE_POINTS)
+    watch = Stopwatch(trained.seconds, trained.processor)
     with dualform.record(model, optimizer, folder, **options(text, settings, keep), **resume) as recorder:
         beside.write(folder, beside.Beside(text, model.shape))
         for step in range(trained.steps, settings.steps):
-            read = batch(text.train.ids, step, settings.batch, settings.window)
+            read = batch_of(text.train.ids, step, settings)
             recorder.batch(**{beside.COLUMN: read.positions})
             loss, state = train_step(model, optimizer, read, state, step, settings)
             recorder.log(loss=loss)
-            recent.append(loss)
-            trained.steps, trained.seconds = step + 1, before + time.perf_counter() - began - aside
-            late = minutes is not None and trained.seconds - before > 60 * minutes
-            if trained.steps % every == 0 or late or trained.steps == settings.steps:
-                paused = time.perf_counter()
-                trained.losses.append((trained.steps, sum(recent) / len(recent)))
-                trained.curve.append((trained.steps, evaluate(model, text.test.ids, most=CURVE_TOKENS)))
-                recent = []
-                aside += time.perf_counter() - paused
+            trained.steps = step + 1
+            trained.recent.append(loss)
+            trained.seconds, trained.processor = watch.total
+
+            late = minutes is not None and watch.here[0] > 60 * minutes
+            last = late or trained.steps == settings.steps
+            if last or trained.steps % point_every == 0:
+                with watch.paused():
+                    trained.add_point(evaluate(model, text.test.ids, most=CURVE_TOKENS))
             progress("training", trained.steps, settings.steps)
-            if late or trained.steps == settings.steps:
+            if last:
                 break
-            if time.perf_counter() - saved > CHECKPOINT_SECONDS:
-                _save(folder, model, optimizer, state, trained)
+            if trained.steps % checkpoint_every == 0:
+                checkpoints.save(folder, trained.steps, model, optimizer, state, asdict(trained))
                 recorder.seal()
-                _only(folder, trained.steps)
-                saved = time.perf_counter()
-        _save(folder, model, optimizer, state, trained)
-    _only(folder, trained.steps)
-    return model, _tested(text, model, folder, trained, progress)
+                checkpoints.remove_all(folder, but=trained.steps)
+                with watch.paused():
+                    _measure(folder, trained, measure)
+        checkpoints.save(folder, trained.steps, model, optimizer, state, asdict(trained))
+    return model, _finish(text, model, folder, trained, measure, progress)
 
 
-def _tested(text: Text, model: LanguageModel, folder: Path, trained: Trained, progress: Progress) -> Trained:
-    """With the whole test text measured, once."""
+def _measure(folder: Path, trained: Trained, measure: Measure | None) -> None:
+    """Measure what is sealed, once a step."""
+    known = bool(trained.measured) and trained.measured[-1][0] == trained.steps
+    if measure is not None and not known:
+        trained.measured.append((trained.steps, measure(folder)))
+
+
+def _finish(
+    text: Text, model: LanguageModel, folder: Path, trained: Trained, measure: Measure | None, progress: Progress
+) -> Trained:
+    """Measure the whole test text, once, and write down how the training went."""
+    checkpoints.remove_all(folder, but=trained.steps)
     path = folder / TRAINED
     if path.exists():
         known = Trained(**json.loads(path.read_text()))
         if known.steps == trained.steps:
             return known
+    _measure(folder, trained, measure)
     trained.nbytes = dualform.open(folder).info()["bytes"]
     progress("test text", 0, 1)
     trained.test = evaluate(model, text.test.ids)
     progress("test text", 1, 1)
-    path.write_text(json.dumps(asdict(trained), indent=1))
+    written = json.dumps(asdict(trained), indent=1)
+    checkpoints.replace_file(path, lambda unfinished: _write(unfinished, written))
     return trained
 
 
-def _save(folder: Path, model: LanguageModel, optimizer: torch.optim.Adam, state: State, trained: Trained) -> None:
-    tensors = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        tensors |= {f"adam.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    tensors |= {"state.hidden": state[0].contiguous(), "state.cell": state[1].contiguous()}
-    path = folder / CHECKPOINT.format(step=trained.steps)
-    save_file(tensors, folder / f".{path.name}", {"trained": json.dumps(asdict(trained))})
-    (folder / f".{path.name}").replace(path)
+def _write(path: Path, content: str) -> None:
+    path.write_text(content)
 
 
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """By their steps."""
-    return {int(path.stem.split("-")[1]): path for path in folder.glob(CHECKPOINT.format(step="*"))}
-
-
-def _only(folder: Path, step: int) -> None:
-    """Without the checkpoints before this one, now that the recording is sealed there: until then, they were needed."""
-    for other, path in _checkpoints(folder).items():
-        if other != step:
-            path.unlink()
-
-
-def _checkpoint(folder: Path, wanted: Trained) -> tuple[Trained, dict[str, Tensor]] | None:
-    """The last checkpoint of the same training that the recording has come to, with its tensors."""
-    from safetensors import safe_open
-
-    known = _checkpoints(folder)
-    sealed = dualform.open(folder).end_step if known else 0
-    path = known.get(max((step for step in known if step <= sealed), default=0))
-    if path is None:
+def _last_checkpoint(folder: Path, keep: str) -> Path | None:
+    """The checkpoint that the recording can go on from; None: the training begins anew."""
+    known = checkpoints.by_step(folder)
+    if not known:
         return None
-    with safe_open(path, "pt") as file:
-        trained = Trained(**json.loads(file.metadata()["trained"]))
-    trained.settings = completed(Settings, trained.settings)
-    if (trained.settings, trained.keep) != (wanted.settings, wanted.keep):
+    sealed = dualform.open(folder).end_step
+    # Slots can be cut at any step; totals are those of the one step at which they were sealed.
+    fitting = [step for step in known if step == sealed or (keep == "slots" and step < sealed)]
+    if fitting:
+        return known[max(fitting)]
+    if sealed < min(known):
+        return None  # killed after the first checkpoint was saved, before the recording was sealed there
+    raise RecordingError(
+        f"{folder}: the recording is sealed at step {sealed}, and there are checkpoints of step "
+        f"{', '.join(map(str, sorted(known)))} only, so the training cannot go on. Remove the folder to train again."
+    )
+
+
+def _same_training(folder: Path, checkpoint: Path, wanted: Trained) -> Trained:
+    """The course of the training in a checkpoint, which must have the same settings."""
+    found = Trained(**checkpoints.about(checkpoint))
+    found.settings = completed(Settings, found.settings)
+    if (found.settings, found.keep) != (wanted.settings, wanted.keep):
         raise RecordingError(
-            f"{folder} holds another training ({trained.keep}, {trained.settings}). Choose another folder, or remove it."
+            f"{folder} holds another training ({found.keep}, {found.settings}). Choose another folder, or remove it."
         )
-    return trained, load_file(path)
-
-
-def _restore(model: LanguageModel, optimizer: torch.optim.Adam, tensors: dict[str, Tensor]) -> State:
-    model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
-    for name, parameter in model.named_parameters():
-        prefix = f"adam.{name}."
-        optimizer.state[parameter] = {
-            key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-        }
-    return tensors["state.hidden"], tensors["state.cell"]
+    return found

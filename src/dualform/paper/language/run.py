@@ -12,10 +12,11 @@ import torch
 
 import dualform
 from dualform.paper import pictures
-from dualform.paper.language import page, report, ways
+from dualform.paper.language import page, ranks, report, ways
 from dualform.paper.language.asking import Recorded
 from dualform.paper.language.checks import check
-from dualform.paper.language.recording import Progress, train
+from dualform.paper.language.ranks import measure_ranks
+from dualform.paper.language.recording import CHECKPOINT_STEPS, Progress, train
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.text import Text
 from dualform.paper.section import Section
@@ -33,18 +34,31 @@ def run(
     *,
     keep: str = "totals",
     minutes: float | None = None,
+    checkpoint_every: int = CHECKPOINT_STEPS,
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Train with recording, ask, compare the ways to record, check with all slots; gives the page. The recording stays: `dualform passages`.
+    """Train with recording, ask, compare the ways to record, check with all slots; returns the page.
 
+    The recording stays, for `dualform passages`. A run that was killed goes on from the last checkpoint of its training.
     keep: "totals" per position, or all "slots" of as many steps as 20 GB hold.
     """
     out.mkdir(parents=True, exist_ok=True)
-    _, trained = train(text, settings, out / RECORDING, keep=keep, minutes=minutes, progress=progress)
+    _, trained = train(
+        text,
+        settings,
+        out / RECORDING,
+        keep=keep,
+        minutes=minutes,
+        checkpoint_every=checkpoint_every,
+        measure=measure_ranks(text) if keep == "totals" else None,
+        progress=progress,
+    )
     answers = report.ask(Recorded(out / RECORDING), progress=progress)
+    ranks_section = ranks.section(trained.measured)
     sections = [
         page.learned(text, settings, trained),
+        *([ranks_section] if ranks_section else []),
         *report.sections(text, answers, dropout=settings.dropout),
         page.costs(text, settings, ways.compare(text, settings, out / "ways", COMPARED, progress)),
     ]
@@ -70,6 +84,7 @@ def write_page(out: Path, name: str, settings: Settings, sections: Sequence[Sect
         "dualform": dualform.__version__,
         "torch": str(torch.__version__),
         "command": command,
+        "threads": torch.get_num_threads(),
         "settings": settings.to_dict(),
         "sections": [{"title": section.title, "data": section.data} for section in sections],
     }

@@ -10,18 +10,21 @@ LAYER = "lstm"
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a language model."""
+    """The sizes of a language model, and its dropout."""
 
     vocabulary: int
     embedding: int
     state: int
     dropout: float = 0.0
+    """Of the embeddings, before the linear map if there is one."""
     between: int = 0
-    """Width of a linear map between embedding and LSTM: the paper's text has none, the authors' code for characters has 1024."""
+    """Width of a linear map between embedding and LSTM; 0: none. The authors' code has one for characters, the paper's text has none."""
+    output_dropout: float = 0.0
+    """Of the LSTM's output."""
 
     @property
     def input(self) -> int:
-        """The width of what the LSTM reads."""
+        """The width of the LSTM's input."""
         return self.between or self.embedding
 
     @property

@@ -10,15 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dualform.paper.language.model import LanguageModel, State
-from dualform.paper.language.reading import Batch
+from dualform.paper.language.model import LanguageModel, State, build_model
+from dualform.paper.language.reading import Batch, batch
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.text import Ids
 
 LOGITS = 1 << 22
-"""So many logits are made at a time, if the output layer is not recorded."""
+"""Logits that are computed at a time, if the output layer is not recorded."""
 STREAMS = 10
-"""So many places of a test text are read side by side."""
+"""Places of a test text that are read side by side."""
+
+
+def initial_model(settings: Settings, vocabulary: int) -> LanguageModel:
+    """The model before its first step."""
+    return build_model(settings.shape(vocabulary), settings.seed, settings.embedding_range)
+
+
+def batch_of(ids: Ids, step: int, settings: Settings) -> Batch:
+    """The tokens of a step."""
+    return batch(ids, step, settings.batch, settings.window, epochs=settings.epochs)
 
 
 def adam(model: nn.Module, settings: Settings) -> torch.optim.Adam:
@@ -42,18 +52,20 @@ def train_step(
     *,
     whole: bool = False,
 ) -> tuple[float, State]:
-    """One update; gives the loss in nats per token and the state to go on with.
+    """One update; returns the loss in nats per token and the state to go on with.
 
     whole: the output layer runs once over everything, so that it can be recorded with the positions of the text.
     """
     with _own_randomness(settings.seed, step):
-        kept = (torch.rand(1, settings.batch, 1) >= settings.forget).float()
+        kept = _kept_state(read, settings)
         optimizer.zero_grad()
         hidden, state = model.hidden(read.tokens, (state[0] * kept, state[1] * kept))
         following = read.following
         if settings.predicted < 1:
-            some = torch.randperm(settings.window)[: max(1, round(settings.window * settings.predicted))]
-            hidden, following = hidden[:, some], following[:, some]
+            count = max(1, round(settings.window * settings.predicted))
+            predicted = torch.randperm(settings.window)[:count]
+            hidden = hidden[:, predicted]
+            following = following[:, predicted]
         if whole:
             loss = cross_entropy(model.decoder(hidden).flatten(0, 1), following.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
@@ -65,12 +77,20 @@ def train_step(
     return total, (state[0].detach(), state[1].detach())
 
 
+def _kept_state(read: Batch, settings: Settings) -> Tensor:
+    """(1, rows or 1, 1): 1 where the state of the step before is carried on, 0 where it is dropped."""
+    rows = 1 if settings.forget_together else settings.batch
+    kept = (torch.rand(1, rows, 1) >= settings.forget).float()
+    return torch.zeros_like(kept) if read.starts_epoch else kept
+
+
 def _in_pieces(model: LanguageModel, hidden: Tensor, following: Tensor) -> float:
     """Loss and gradients with bounded memory: logits of a large vocabulary take gigabytes."""
     rows = max(1, LOGITS // (hidden.shape[1] * model.shape.vocabulary))
-    leaf, total = hidden.detach().requires_grad_(), 0.0
-    for some, next_ones in zip(torch.split(leaf, rows), torch.split(following, rows), strict=True):
-        loss = cross_entropy(model.decoder(some).flatten(0, 1), next_ones.flatten(), reduction="sum")
+    leaf = hidden.detach().requires_grad_()
+    total = 0.0
+    for inputs, targets in zip(torch.split(leaf, rows), torch.split(following, rows), strict=True):
+        loss = cross_entropy(model.decoder(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
         loss = loss / following.numel()
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
@@ -80,7 +100,7 @@ def _in_pieces(model: LanguageModel, hidden: Tensor, following: Tensor) -> float
 
 @contextmanager
 def _own_randomness(seed: int, step: int) -> Iterator[None]:
-    """What is random in a step depends on its number, so that a training that goes on later is the same."""
+    """Random numbers of a step depend on its number alone, so that a resumed training is the same as one without a break."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((seed << 32) + step)
         yield
@@ -93,13 +113,16 @@ def evaluate(model: LanguageModel, ids: Ids, *, most: int | None = None) -> floa
     rows = max(1, min(STREAMS, len(ids) // 2))
     length = (len(ids) - 1) // rows
     text = torch.from_numpy(ids[: rows * length + 1].astype("int64"))
-    tokens, following = text[:-1].reshape(rows, length), text[1:].reshape(rows, length)
+    tokens = text[:-1].reshape(rows, length)
+    following = text[1:].reshape(rows, length)
     window = max(1, LOGITS // (rows * model.shape.vocabulary))
-    state, total, training = start(model, rows), 0.0, model.training
+    state = start(model, rows)
+    total = 0.0
+    training = model.training
     model.eval()
-    for some, next_ones in zip(torch.split(tokens, window, 1), torch.split(following, window, 1), strict=True):
-        logits, state = model(some, state)
-        total += float(cross_entropy(logits.flatten(0, 1), next_ones.flatten(), reduction="sum"))
+    for inputs, targets in zip(torch.split(tokens, window, 1), torch.split(following, window, 1), strict=True):
+        logits, state = model(inputs, state)
+        total += float(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
     model.train(training)
     return total / following.numel()
 

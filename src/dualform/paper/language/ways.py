@@ -11,12 +11,10 @@ from pathlib import Path
 
 import dualform
 from dualform.paper.language.beside import COLUMN
-from dualform.paper.language.model import built
-from dualform.paper.language.reading import batch
 from dualform.paper.language.recording import BOUND, Progress, options
 from dualform.paper.language.settings import Settings
 from dualform.paper.language.text import Text
-from dualform.paper.language.training import adam, start, train_step
+from dualform.paper.language.training import adam, batch_of, initial_model, start, train_step
 
 WAYS = ("bare", "totals", "slots")
 
@@ -86,8 +84,10 @@ def _grown(folder: Path) -> int:
 
 
 def _steps(text: Text, settings: Settings, folder: Path, way: str, stack: ExitStack) -> Generator[None]:
-    model = built(settings.shape(len(text.vocabulary)), settings.seed)
-    optimizer, state, step = adam(model, settings), start(model, settings.batch), 0
+    model = initial_model(settings, len(text.vocabulary))
+    optimizer = adam(model, settings)
+    state = start(model, settings.batch)
+    step = 0
     folder.parent.mkdir(parents=True, exist_ok=True)
     recorder = None
     if way != "bare":
@@ -95,7 +95,7 @@ def _steps(text: Text, settings: Settings, folder: Path, way: str, stack: ExitSt
             dualform.record(model, optimizer, folder, overwrite=True, **options(text, settings, way))
         )
     while True:
-        read = batch(text.train.ids, step, settings.batch, settings.window)
+        read = batch_of(text.train.ids, step, settings)
         if recorder is not None:
             recorder.batch(**{COLUMN: read.positions})
         _, state = train_step(model, optimizer, read, state, step, settings)
