@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 import runs
 import torch
+from clients import Client, finished
 
 import dualform
-from conftest import Client, finished
 from dualform.explorer.app import application
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject
@@ -259,14 +259,23 @@ def test_totals_make_edits_fast(tmp_path):
     assert one == pytest.approx(other, abs=1e-4)
 
 
-def test_long_edits_are_jobs(client, monkeypatch):
+def test_a_question_never_starts_a_long_edit_and_says_how_to(app, client, dual, monkeypatch):
     from dualform.explorer import edits
+    from dualform.explorer.work import Jobs
 
+    started, start = [], Jobs.start
+    monkeypatch.setattr(Jobs, "start", lambda self, kind, work: (started.append(kind), start(self, kind, work))[1])
     monkeypatch.setattr(edits, "SMALL", 0)
-    found = client("GET", "/api/edit", params={"input": "test:3", "drop": "step < 5"})
-    assert found.status_code == 202
-    assert found.json()["kind"] == "edit"
-    assert client.refused("/api/accuracy", drop="step < 6")[0] == 400
+    for address, asked in (("/api/edit", {"input": "test:3"}), ("/api/accuracy", {})):
+        status, problem = client.refused(address, drop="step < 5", **asked)
+        assert status == 409
+        assert "POST /api/jobs" in problem
+    assert started == []
+    job = finished(client, kind="edit", input="test:3", drop="step < 5")
+    assert job["state"] == "done"
+    assert job["result"]["dropped_rows"] == dual.rows.filter(pl.col("step") < 5).height
+    assert client.get("/api/accuracy", drop="step < 5")["examples"] > 0  # the edited model is kept
+    assert started == ["edit"]
 
 
 def test_a_single_example_is_no_long_edit(client, dual, monkeypatch):
@@ -275,7 +284,7 @@ def test_a_single_example_is_no_long_edit(client, dual, monkeypatch):
     monkeypatch.setattr(edits, "SMALL", 10_000)  # the demo's slots, all of them: 400 rows, 1000 numbers each
     sample = dual.rows["sample_id"][0]
     assert client.get("/api/edit", input="test:3", drop=f"sample_id = {sample}")["dropped_rows"] == 2
-    assert client("GET", "/api/edit", params={"input": "test:3", "drop": "label = 6"}).status_code == 202
+    assert client.refused("/api/edit", input="test:3", drop="label = 6")[0] == 409
 
 
 def test_unnamed_rows_and_no_data(tmp_path):

@@ -211,7 +211,7 @@ def until(look, address, state):
 
 
 def test_cancelling_long_work(chromium, digits, endless, monkeypatch):
-    with page(chromium, f"{digits}#/edit?input=test:3") as look:
+    with page(chromium, f"{digits}#/edit?input=test:3", refusals=True) as look:
         settled(look)
         job = begun(look, lambda: look.get_by_role("button", name="Switch off label 9").click())
         look.get_by_text("putting the network together without it").wait_for()
@@ -227,7 +227,7 @@ def test_cancelling_long_work(chromium, digits, endless, monkeypatch):
 
 
 def test_who_leaves_cancels(chromium, digits, endless):
-    with page(chromium, f"{digits}#/edit?input=test:3") as look:
+    with page(chromium, f"{digits}#/edit?input=test:3", refusals=True) as look:
         settled(look)
         job = begun(look, lambda: look.get_by_role("button", name="Switch off label 8").click())
         look.get_by_role("link", name="Run").click()

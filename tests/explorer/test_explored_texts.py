@@ -4,8 +4,8 @@ import polars as pl
 import pytest
 import runs
 import torch
+from clients import Client, finished
 
-from conftest import Client, finished
 from dualform.explorer.app import application
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject

@@ -30,6 +30,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     422: {"model": forms.Problem, "description": "A parameter is missing or not what it should be."},
     503: {"model": forms.Problem, "description": "Too many questions at once."},
 }
+SLOW: dict[int | str, dict[str, Any]] = {
+    409: {"model": forms.Problem, "description": "This takes long: start it as a job, by POST /api/jobs."},
+}
 CONDITION = 1500
 """Characters of the longest condition; what of SQL it may have, query/conditions.py says."""
 Input = Annotated[
@@ -70,6 +73,10 @@ class Work(BaseModel):
     position: int | None = Field(default=None, ge=0, le=100_000, description="influence: the token; default: the last.")
     layer: str = Field(default="", max_length=300, description="influence on text: the layer.")
     drop: str = Field(default="", max_length=CONDITION, description="edit: the condition, in SQL.")
+
+
+class SlowError(QuestionError):
+    """A question that takes too long to wait for."""
 
 
 def application(session: Session) -> FastAPI:
@@ -163,23 +170,26 @@ def application(session: Session) -> FastAPI:
         with session.scoring.announced(input, layer, kind):
             return await answer(request, found)
 
-    @app.get(
-        "/api/edit", responses={202: {"model": forms.JobForm, "description": "This takes longer: a job was begun."}}
-    )
-    async def edit(request: Request, input: Input, drop: Drop) -> forms.Change:
-        """A prediction before and after some memory is dropped; a job, where that takes long."""
-        if not (await answer(request, lambda: [session.edits.is_quick(drop)]))[0]:
-            job = jobs.start("edit", lambda progress: session.edits.change(input, drop, progress))
-            return JSONResponse(job.form().model_dump(mode="json"), 202)  # type: ignore[return-value]
-        return await answer(request, lambda: session.edits.change(input, drop))
+    def check_quick(drop: str) -> None:
+        if not session.edits.is_quick(drop):
+            raise SlowError("this edit takes long. Start it as a job: POST /api/jobs with kind, input and drop.")
 
-    @app.get("/api/accuracy")
+    @app.get("/api/edit", responses=SLOW)
+    async def edit(request: Request, input: Input, drop: Drop) -> forms.Change:
+        """A prediction before and after some memory is dropped, if that is quick; otherwise it is a job."""
+
+        def found() -> forms.Change:
+            check_quick(drop)
+            return session.edits.change(input, drop)
+
+        return await answer(request, found)
+
+    @app.get("/api/accuracy", responses=SLOW)
     async def accuracy(request: Request, drop: Drop) -> forms.Accuracy:
         """Right answers on the test set, before and after some memory is dropped; only for edits that are quick."""
 
         def found() -> forms.Accuracy:
-            if not session.edits.is_quick(drop):
-                raise QuestionError("this edit takes long: ask for it as a job first.")
+            check_quick(drop)
             return session.edits.accuracy(drop)
 
         return await answer(request, found)
@@ -328,7 +338,11 @@ def _speak(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         return say(500, f"something unexpected happened: {type(error).__name__}.")
 
+    async def slow(request: Request, error: SlowError) -> Response:
+        return say(409, str(error))
+
     add(DualformError, question)
+    add(SlowError, slow)
     add(BusyError, busy)
     add(StarletteHTTPException, http)
     add(RequestValidationError, invalid)

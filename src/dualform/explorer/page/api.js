@@ -49,6 +49,10 @@ async function read(response) {
   } catch {
     throw new Error(`The explorer gave an answer that cannot be read (${response.status}).`);
   }
-  if (!response.ok) throw new Error(found.problem ?? `The explorer answered ${response.status}.`);
+  if (!response.ok) {
+    const error = new Error(found.problem ?? `The explorer answered ${response.status}.`);
+    error.status = response.status;
+    throw error;
+  }
   return found;
 }

@@ -14,6 +14,8 @@ const identifier = (name) => `"${name.replaceAll('"', '""')}"`;
 const literal = (value) => (typeof value === "string" ? `'${value.replaceAll("'", "''")}'` : String(value));
 const equal = (column, value) => (value === null ? `${identifier(column)} IS NULL` : `${identifier(column)} = ${literal(value)}`);
 
+const TAKES_LONG = 409;
+
 export function condition(run, parameters) {
   const parts = [];
   const off = new Map();
@@ -57,10 +59,17 @@ export async function show(place, context) {
     if (!isReport) correct(accuracy, drop, signal);
   };
   try {
-    const found = await get("/api/edit", { input, drop }, signal);
-    if (found.state) await follow(found, result, { signal, finished });
-    else finished(found);
-  } catch (error) { if (error.name !== "AbortError") fill(result, problem(error)); }
+    finished(await get("/api/edit", { input, drop }, signal));
+  } catch (error) {
+    if (error.status === TAKES_LONG) await asJob({ kind: "edit", input, drop }, result, { signal, finished });
+    else if (error.name !== "AbortError") fill(result, problem(error));
+  }
+}
+
+async function asJob(work, place, options) {
+  try {
+    await follow(await post("/api/jobs", work), place, options);
+  } catch (error) { if (error.name !== "AbortError") fill(place, problem(error)); }
 }
 
 const title_ = (found) => h("div", { class: "line", style: { "margin-bottom": "8px" } }, h("h2", {}, found.title), found.label && h("span", { class: "quiet" }, "label ", chip(found.label)));

@@ -114,6 +114,7 @@ export const refused = (view) => h("p", { class: "note" }, h("b", {}, `${view.na
 // it lasts: then it is done all the same.
 export async function follow(job, place, { signal, finished, lasting = false } = {}) {
   const stop = () => remove(`/api/jobs/${job.id}`).catch(() => {});
+  if (signal?.aborted && !lasting) { stop(); return; } // the view was left while the job began
   if (!lasting) signal?.addEventListener("abort", () => { if (["waiting", "running"].includes(job.state)) stop(); }, { once: true });
   const bar = h("progress", { max: 1, "aria-label": "Progress" });
   const told = h("span", { class: "small quiet" }, "waiting …");
