@@ -36,6 +36,9 @@ class Keys(Protocol):
     def square_norms(self) -> Tensor:
         """‖key‖², (n,)."""
 
+    def to(self, dtype: torch.dtype) -> Keys:
+        """The same keys in another type of numbers."""
+
 
 def part(tensor: Tensor, ranges: Sequence[int]) -> Tensor:
     """Some columns, given by where they begin and end."""
@@ -88,6 +91,10 @@ class Vectors:
         """‖key‖²."""
         return self.data.square().sum(1)
 
+    def to(self, dtype: torch.dtype) -> Vectors:
+        """The same keys in another type of numbers."""
+        return Vectors(self.data.to(dtype))
+
     def some(self, which: Tensor | slice) -> Vectors:
         """Those of some slots, by their places."""
         return Vectors(self.data[which] if isinstance(which, slice) else self.data.index_select(0, which))
@@ -123,6 +130,10 @@ class Numbers:
     def square_norms(self) -> Tensor:
         """‖key‖²."""
         return (self.places >= 0).to(self._dtype)
+
+    def to(self, dtype: torch.dtype) -> Numbers:
+        """The same keys in another type of numbers."""
+        return Numbers(self.places, self._d_in, dtype)
 
     def some(self, which: Tensor | slice) -> Numbers:
         """Those of some slots."""
@@ -182,8 +193,18 @@ class Maps:
 
     def squared(self) -> Maps:
         """Each number squared."""
+        return self._with(self.maps.square())
+
+    def to(self, dtype: torch.dtype) -> Maps:
+        """The same keys in another type of numbers."""
+        return self._with(self.maps.to(dtype))
+
+    def _with(self, maps: Tensor) -> Maps:
+        """Patches of other maps that are padded already."""
         found = Maps.__new__(Maps)
-        found.geometry, found.size, found.maps = self.geometry, self.size, self.maps.square()
+        found.geometry = self.geometry
+        found.size = self.size
+        found.maps = maps
         return found
 
     def square_norms(self) -> Tensor:

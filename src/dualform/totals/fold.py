@@ -332,14 +332,14 @@ def _of_step(piece: Piece, step: int) -> Piece | None:
 def _written(use: Use, piece: Piece, part: Ints | None, scale: Tensor) -> Tensor:
     """Σ over some slots of what a use makes of them, each scaled."""
     assert piece.errors is not None
-    keys, errors = piece.keys, piece.errors.to(scale.dtype)
+    keys, errors = piece.keys, piece.errors
     if part is not None and isinstance(keys, (Vectors, Numbers)):
         which = torch.from_numpy(part)
         keys, errors, scale = keys.some(which), errors[which], scale[which]
+    keys = keys.to(scale.dtype)
+    errors = errors.to(scale.dtype)
     if use.role == "scale":
-        return scale @ keys.vectors().to(scale.dtype)
-    if isinstance(keys, Vectors) and keys.data.dtype != scale.dtype:
-        keys = Vectors(keys.data.to(scale.dtype))
+        return scale @ keys.vectors()
     errors = columns(errors, use.errors) * scale.unsqueeze(1)
     if use.role == "bias":
         return errors.sum(0)
