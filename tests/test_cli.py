@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -211,6 +212,15 @@ def test_bad_usage_is_code_2(run, queries, tmp_path, arguments, message):
     answer = call(*(a.format(run=run, tmp=tmp_path, q=queries) for a in arguments))
     assert answer.exit_code == 2
     assert message in re.sub(r"\s+", " ", answer.stderr)
+
+
+@pytest.mark.parametrize(("command", "option"), [("influence", "--model"), ("evaluate", "--study")])
+def test_help_says_which_options_execute_code(command, option):
+    told = re.sub(r"[\s│]+", " ", call(command, "--help").stdout)
+    assert re.search(rf"{option} MODULE:NAME .*?executes their code", told)
+    documents = Path(__file__).parent.parent
+    page = {"influence": "docs/influence.md", "evaluate": "docs/evaluating.md"}[command]
+    assert f"`{option} MODULE:NAME` executes code" in (documents / page).read_text()
 
 
 @pytest.mark.parametrize("command", [["export", "{run}", "--to", "{tmp}/out"], ["mislabelled", "{run}"]])

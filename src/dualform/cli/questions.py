@@ -66,7 +66,8 @@ def influence(
         typer.Option(
             "--model",
             metavar="MODULE:NAME",
-            help="The architecture: a model, or a function that gives one; the module is imported, from the current folder too.",
+            help="The architecture: a model, or a function that gives one. The module is imported, from the current folder "
+            "too, and the function called: this executes their code.",
             show_default=False,
         ),
     ],
@@ -154,7 +155,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="MODULE:NAME",
-            help="A dualform.Study, or a function that gives one: how to train again, and the test examples.",
+            help="A dualform.Study, or a function that gives one: how to train again, and the test examples. The module is "
+            "imported, from the current folder too, and the function called: this executes their code.",
             show_default="the demo's, for a demo",
         ),
     ] = None,
