@@ -5,12 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 
 import httpx
 import pytest
 import runs
 import torch
+from clients import asked
 
 import dualform
 from dualform.errors import QuestionError
@@ -21,7 +21,7 @@ def test_from_python(tmp_path, capsys):
     server = dual.explore(train=train, test=test, **options, browser=False, block=False)
     try:
         assert server.url in capsys.readouterr().out
-        run = httpx.get(f"{server.url}api/run").json()
+        run = asked(server, "api/run").json()
         assert run["title"] == runs.HOSTILE
         assert [one["name"] for one in run["units"]] == options["class_names"]
         assert run["by"] == ["sample_id"]
@@ -56,10 +56,10 @@ def test_a_plain_run_with_its_own_arrays(trained):
     """Vectors, no class names, a column of text: everything by default."""
     inputs = torch.randn(6, 5, dtype=torch.float64)
     with trained.dual.explore(inputs, inputs, browser=False, block=False) as server:
-        run = httpx.get(f"{server.url}api/run").json()
+        run = asked(server, "api/run").json()
         assert run["inputs"] == "vector"
         assert [group["column"] for group in run["groups"]] == ["label", "task"]
-        change = httpx.get(f"{server.url}api/edit", params={"input": "test:1", "drop": "task = 'late'"}).json()
+        change = asked(server, "api/edit", input="test:1", drop="task = 'late'").json()
         assert change["dropped_rows"] == 15
 
 
@@ -68,8 +68,8 @@ def test_from_the_command_line(folder):
     words = [sys.executable, "-c", code, "explore", str(folder), "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         line = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:\d+/", line).group()
-        with urllib.request.urlopen(f"{address}api/log") as found:
-            assert found.status == 200
+        address, token = re.search(r"(http://127\.0\.0\.1:\d+/)\?token=(\S+)", line).groups()
+        assert httpx.get(f"{address}api/log").status_code == 401
+        assert httpx.get(f"{address}api/log", headers={"authorization": f"Bearer {token}"}).status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

@@ -184,7 +184,8 @@ def explore(
     run: Run,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Another than this machine's own needs the token that is printed.")
+        str,
+        typer.Option(help="0.0.0.0: other machines can reach it, without encryption, with the token that is printed."),
     ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
     data: Data = None,
@@ -195,7 +196,7 @@ def explore(
     from dualform.explorer.session import Session
 
     server = Server(Session(find(run, data)), host=host, port=port).start()
-    print(f"dualform explorer: {server.url}   (Ctrl-C ends it)", flush=True)
+    server.announce(ends=True)
     if browser:
         server.open_browser()
     server.wait()

@@ -40,8 +40,7 @@ def explore(
     server = Server(Session(found), host=host, port=port)
     if block is None:
         block = not is_interactive()
-    print(f"dualform explorer: {server.url}" + ("   (Ctrl-C ends it)" if block else ""))
-    server.start()
+    server.start().announce(ends=block)
     if browser:
         server.open_browser()
     if block:

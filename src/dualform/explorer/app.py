@@ -27,6 +27,10 @@ TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=u
          ".svg": "image/svg+xml"}  # fmt: skip
 ANSWERS: dict[int | str, dict[str, Any]] = {
     400: {"model": forms.Problem, "description": "The question makes no sense as asked; `problem` says why."},
+    401: {"model": forms.Problem, "description": "The token is missing: Authorization: Bearer …"},
+    403: {"model": forms.Problem, "description": "Another web site has asked."},
+    413: {"model": forms.Problem, "description": "The body is too long."},
+    414: {"model": forms.Problem, "description": "The address is too long."},
     422: {"model": forms.Problem, "description": "A parameter is missing or not what it should be."},
     503: {"model": forms.Problem, "description": "Too many questions at once."},
 }

@@ -20,42 +20,61 @@ from dualform.explorer.app import application
 from dualform.explorer.guard import LOCAL, Guard
 from dualform.explorer.session import Session
 
+ANY_ADDRESS = ("0.0.0.0", "::")
+"""Hosts that stand for every address of this machine."""
 CONNECTIONS = 256
-"""So many connections at once; more are told to come back."""
+"""Connections at a time; more are asked to come back."""
+UNENCRYPTED = (
+    "other machines can reach this address, and the traffic is not encrypted: whoever can listen on the network can read the token. "
+    "Safer is --host 127.0.0.1 and a tunnel: ssh -L {port}:127.0.0.1:{port} THIS_MACHINE."
+)
 
 
 class Server:
     """The explorer on an address of its own. `close()` ends it; so does the end of the program."""
 
     def __init__(self, session: Session, *, host: str = "127.0.0.1", port: int = 0):
-        """port 0: any that is free. A host other than this machine's own loopback needs a token, made here."""
-        self.token = None if is_loopback(host) else secrets.token_urlsafe(24)
+        """port 0: any that is free."""
+        self.host = host
+        self.token = secrets.token_urlsafe(24)
         self._socket = _bound(host, port)
-        self.host, self.port = host, self._socket.getsockname()[1]
-        guarded = Guard(application(session), hosts=_names(host), token=self.token)
+        self.port: int = self._socket.getsockname()[1]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                guarded,
+                Guard(application(session), hosts=_names(host), token=self.token),
+                ws="none",
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,
+                server_header=False,
                 limit_concurrency=CONNECTIONS,
                 timeout_keep_alive=15,
                 h11_max_incomplete_event_size=32 << 10,
-                server_header=False,
                 timeout_graceful_shutdown=2,
             )
         )
         self._thread: threading.Thread | None = None
 
     @property
+    def address(self) -> str:
+        """Where the server is, without the token: http://127.0.0.1:8000/."""
+        host = _reachable(self.host) if self.host in ANY_ADDRESS else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}/"
+
+    @property
     def url(self) -> str:
-        """Where to look; with the token, if there is one."""
-        shown = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        shown = f"[{shown}]" if ":" in shown else shown
-        return f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        """The address with the token, to be opened in a browser; the browser then remembers the token."""
+        return f"{self.address}?token={self.token}"
+
+    def announce(self, *, ends: bool) -> None:
+        """Print where to look. ends: whether Ctrl-C ends the server."""
+        print(f"dualform explorer: {self.url}" + ("   (Ctrl-C ends it)" if ends else ""), flush=True)
+        if not is_loopback(self.host):
+            print(f"warning: {UNENCRYPTED.format(port=self.port)}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
-        return f"Server({self.url!r})"
+        return f"Server({self.address!r})"
 
     def start(self) -> Server:
         """Serve in a thread of its own; returns when it answers."""
@@ -109,15 +128,25 @@ def _names(host: str) -> list[str]:
     if is_loopback(host):
         return [*LOCAL, named]
     names = [named, *LOCAL]
-    if host in ("0.0.0.0", "::"):  # everything this machine is called
-        names += [socket.gethostname(), socket.getfqdn()]
+    if host in ANY_ADDRESS:  # everything this machine is called
+        found = {socket.gethostname(), socket.getfqdn(), _reachable(host)}
         with contextlib.suppress(OSError):
-            found = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
-            names += [f"[{address}]" if ":" in address else address for address in found]
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent; it says which address others see
-            names.append(probe.getsockname()[0])
+            found |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+        names += [f"[{address}]" if ":" in address else address for address in found]
     return names
+
+
+def _reachable(host: str) -> str:
+    """The address by which other machines see this one; its name, if there is no network."""
+    # Addresses for documentation, which exist nowhere. Nothing is sent: the system only looks up which way it would send.
+    probes = [(socket.AF_INET, "192.0.2.1")]
+    if host == "::":
+        probes.insert(0, (socket.AF_INET6, "2001:db8::1"))
+    for family, target in probes:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def _bound(host: str, port: int) -> socket.socket:

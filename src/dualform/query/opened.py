@@ -396,7 +396,8 @@ class Dual:
         a dictionary of such. test: inputs with labels, (inputs, labels) or a dataset, or a dictionary of such.
         Options: class_names=[…]; show=function of an input that gives an array, a text or a vector ("image" | "vector" | "text");
         by="sample_id"; label="label"; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
-        block=: whether to wait (default: not in a notebook). Gives the server, with `url` and `close()`.
+        block=: whether to wait (default: not in a notebook). Gives the server, with `url`, which has the token that every
+        visitor needs, and `close()`.
         """
         # The one door to a room further right: it is opened when somebody asks for it
         return import_module("dualform.explorer").explore(self, train, test, **options)

@@ -1,0 +1,98 @@
+"""The server: its address, its token, and clients that are slow."""
+
+import socket
+
+import httpx
+import pytest
+from clients import bearer
+
+from dualform.errors import QuestionError
+from dualform.explorer import server as served_module
+from dualform.explorer.server import Server, is_loopback
+
+HALF = b"GET /api/log HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+PATIENCE = 1.0
+
+
+@pytest.fixture(scope="module")
+def quick(session):
+    """A server that does not wait long."""
+    with Server(session) as server:
+        yield server
+
+
+def connected(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def is_closed(connection):
+    """Wait for the server's end of the connection."""
+    try:
+        return connection.recv(1 << 16) == b""
+    except ConnectionError:
+        return True
+
+
+def test_only_this_machine_unless_asked():
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("example.org")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_every_server_has_a_token(session, host):
+    with Server(session, host=host) as server, Server(session, host=host) as other:
+        assert len(server.token) >= 32
+        assert server.token != other.token
+        assert server.url == f"{server.address}?token={server.token}"
+        address = f"http://127.0.0.1:{server.port}/api/log"
+        assert httpx.get(address).status_code == 401
+        assert httpx.get(address, headers=bearer(other)).status_code == 401
+        assert httpx.get(address, headers=bearer(server)).status_code == 200
+
+
+def test_the_address_opens_the_page_and_is_remembered(quick):
+    with httpx.Client(follow_redirects=True) as browser:
+        page = browser.get(quick.url)
+        assert page.status_code == 200
+        assert page.url == quick.address
+        assert browser.get(f"{quick.address}api/log").status_code == 200
+
+
+def test_the_token_is_not_in_its_repr(quick):
+    assert quick.token not in repr(quick)
+
+
+def test_a_port_that_is_taken(quick, session):
+    with pytest.raises(QuestionError, match="cannot listen"):
+        Server(session, port=quick.port)
+
+
+def test_loopback_is_announced_without_a_warning(quick, capsys):
+    quick.announce(ends=True)
+    printed = capsys.readouterr()
+    assert printed.out == f"dualform explorer: {quick.url}   (Ctrl-C ends it)\n"
+    assert printed.err == ""
+
+
+def test_every_address_is_announced_as_others_reach_it_with_a_warning(session, capsys, monkeypatch):
+    monkeypatch.setattr(served_module, "_reachable", lambda host: "192.0.2.7")
+    with Server(session, host="0.0.0.0") as server:
+        server.announce(ends=False)
+        printed = capsys.readouterr()
+        assert printed.out == f"dualform explorer: http://192.0.2.7:{server.port}/?token={server.token}\n"
+        assert "not encrypted" in printed.err
+        assert f"ssh -L {server.port}:127.0.0.1:{server.port}" in printed.err
+        headers = bearer(server) | {"host": f"192.0.2.7:{server.port}"}  # as a browser that opens this address
+        assert httpx.get(f"http://127.0.0.1:{server.port}/api/log", headers=headers).status_code == 200
+
+
+def test_without_a_network_the_machines_name_is_announced(monkeypatch):
+    def unreachable(*_):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(served_module.socket.socket, "connect", unreachable)
+    assert served_module._reachable("0.0.0.0") == socket.gethostname()
+    assert served_module._reachable("::") == socket.gethostname()
