@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test check fix bench torture clean
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -35,6 +35,9 @@ bench: $(READY) ## measure everything beside peers and limits (an hour, 25 GB of
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py || exit 1; done
 	$(BIN)/python bench/figure.py
+
+torture: $(READY) ## kill, damage and starve recordings until the counts of docs/reliability.md are reached (hours; goes on where it stopped)
+	$(BIN)/python bench/torture.py all; status=$$?; $(BIN)/python bench/reliability.py; exit $$status
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,8 +1,7 @@
-"""Kills, damage, a full disk, two processes: the campaigns of bench/ at small scale, and what they do not reach."""
+"""A full disk, readers beside a writer, two processes: what the campaigns of tests/test_torture.py do not reach."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ import dualform
 from dualform.errors import StoreExistsError, WriterError
 from dualform.store import safe
 
-BENCH = Path(__file__).parents[1] / "bench"
-
 
 def run(script, *arguments):
     found = subprocess.run(
@@ -22,15 +19,6 @@ def run(script, *arguments):
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
-
-
-def test_killed_at_random_moments_nothing_sealed_is_lost():
-    assert "nothing sealed was lost" in run(BENCH / "kill.py", 15)
-
-
-def test_damaged_in_random_places_it_refuses_or_answers_as_before():
-    out = run(BENCH / "mutate.py", 400)
-    assert "refused: StoreDamagedError" in out
 
 
 def training(path, **settings):

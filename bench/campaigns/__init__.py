@@ -1,0 +1,1 @@
+"""The campaigns of `make torture`. docs/reliability.md says what each of them does; bench/torture.py runs them."""

@@ -1,0 +1,58 @@
+"""A few cases of each campaign of `make torture`; and the page with their counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import reliability  # noqa: E402
+
+
+def run(campaign, count, results):
+    """Run some cases; gives what was counted."""
+    command = [sys.executable, BENCH / "torture.py", campaign, "--count", str(count), "--results", str(results)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    data = json.loads((results / f"torture-{campaign}.json").read_text())
+    (version,) = data["versions"].values()
+    return version["counts"]
+
+
+def test_killed_anywhere_nothing_sealed_is_lost(tmp_path):
+    counts = run("kill", 8, tmp_path)
+    assert counts["kills with sealed steps"] >= 0.8 * counts["kills"]
+
+
+def test_damaged_bytes_are_refused_or_harmless(tmp_path):
+    counts = run("mutate", 1000, tmp_path)
+    assert counts["flip bit: StoreDamagedError"] > 300
+
+
+def test_the_page_has_the_counts_of_the_results():
+    text = reliability.PAGE.read_text()
+    assert reliability.page(text) == text, "run: python bench/reliability.py"
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Results of two versions of the code."""
+    version = {"dualform": "0.1.0", "first": "2026-01-01", "seconds": 7200.0, "claimed": {"0": 3}, "failures": []}
+    versions = {
+        "old": {**version, "last": "2026-01-02", "counts": {"kills": 9}},
+        "new": {**version, "last": "2026-01-03", "counts": {"kills": 1234, "during seal": 7}},
+    }
+    data = {"campaign": "kill", "unit": "kills", "sources": [], "versions": versions}
+    (tmp_path / "torture-kill.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_the_page_shows_the_version_that_was_tested_last(results):
+    table = reliability.counts(results)
+    assert "| Kills | 1,234 kills | 0 | 2.0 | 2026-01-03 | `new` of 0.1.0 |" in table
+    assert "**Kills**: during seal 7." in table
+    assert "| Losses of power | not run yet |" in table
