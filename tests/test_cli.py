@@ -373,17 +373,40 @@ def test_evaluate_needs_to_know_how_to_train(run):
     assert "expected MODULE:NAME" in call("evaluate", run, "--study", "nonsense").stderr
 
 
+@pytest.mark.parametrize("study", ["os:system", "os:abort", "json:loads", "dualform:Study", "raises_on_import:study"])
+def test_evaluate_says_what_is_wrong_with_the_study(run, architecture, study):
+    found = call("evaluate", run, "--study", study)
+    assert found.exit_code == 2
+    assert re.search(r"expected a dualform\.Study|importing 'raises_on_import' failed", found.stderr)
+    assert "Traceback" not in found.stderr
+
+
+def test_influence_of_inputs_that_the_model_cannot_take(run, tmp_path, architecture):
+    np.save(tmp_path / "wide.npy", np.zeros((2, 7), np.float32))
+    found = call("influence", run, "--test", tmp_path / "wide.npy", "--model", architecture)
+    assert found.exit_code == 2
+    assert "the model's forward pass failed on these inputs: RuntimeError: mat1 and mat2 shapes" in found.stderr
+
+
 @pytest.fixture
 def architecture(tmp_path, monkeypatch):
     """A module in the current folder, as a user has it."""
     (tmp_path / "my_training.py").write_text(
         "from torch import nn\n\n"
         "def network():\n    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))\n\n"
+        "def needs_more(width):\n    return network()\n\n"
+        "def fails():\n    return 1 / 0\n\n"
+        "def exits():\n    raise SystemExit(0)\n\n"
+        "def gives_text():\n    return 'network'\n\n"
         "nothing = 3\n"
     )
+    (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('no GPU')\n")
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "broken_syntax.py").write_text("def network(:\n")
     monkeypatch.chdir(tmp_path)
     yield "my_training:network"
-    sys.modules.pop("my_training", None)
+    for name in ("my_training", "raises_on_import", "exits_on_import", "broken_syntax"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("method", ["whitened", "kernel", "sketch"])
@@ -422,7 +445,29 @@ def test_influence_by_sample_of_one_layer_for_people(run, queries, architecture)
         ("network", "expected MODULE:NAME"),
         ("no_such_module:network", "cannot be found"),
         ("my_training:missing", "cannot be found"),
-        ("my_training:nothing", "is int; expected an nn.Module"),
+        ("my_training:nothing", "is an object of type int; expected an nn.Module"),
+        ("my_training.py:network", "cannot be found: No module named 'my_training.py'"),
+        (".my_training:network", "importing '.my_training' failed"),
+        (
+            "my_training:needs_more",
+            "is the function needs_more(width); expected an nn.Module, or a function of no arguments",
+        ),
+        ("my_training:fails", "calling 'my_training:fails' failed: ZeroDivisionError"),
+        ("my_training:exits", "calling 'my_training:exits' ended the program (sys.exit(0))"),
+        ("my_training:gives_text", "gives an object of type str"),
+        ("raises_on_import:network", "importing 'raises_on_import' failed: RuntimeError: no GPU"),
+        ("exits_on_import:network", "importing 'exits_on_import' ended the program (sys.exit(3))"),
+        ("broken_syntax:network", "importing 'broken_syntax' failed: SyntaxError"),
+        ("os", "expected MODULE:NAME"),
+        (":", "expected MODULE:NAME"),
+        ("os:system", "is the function system(command); expected an nn.Module"),
+        ("os:abort", "is the function abort(); expected an nn.Module"),
+        ("os:path", "is the module posixpath; expected an nn.Module"),
+        ("sys:exit", "is the function exit("),
+        ("json:loads", "is the function loads("),
+        ("torch.nn:Linear", "is the class Linear(in_features: int"),
+        ("threading:Thread", "is the class Thread("),
+        ("torch.nn:Identity", "the model has none of that name"),
     ],
 )
 def test_influence_says_what_is_wrong_with_the_model(run, queries, architecture, model, says):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import QuestionError
+from dualform.errors import DualformError, QuestionError
 from dualform.layers.found import Arguments, Found, Watch
 from dualform.layers.row_proof import Proof, Proofs, Told, decision_of, prove, shape_class
 from dualform.layers.rows import Layout, by_length, shape_text, tensors_in
@@ -258,7 +258,15 @@ def _arguments(inputs: Any) -> Arguments:
 
 def _call(model: nn.Module, inputs: Any) -> Any:
     positional, named = _arguments(inputs)
-    return model(*positional, **named)
+    try:
+        return model(*positional, **named)
+    except DualformError:
+        raise
+    except Exception as error:
+        raise QuestionError(
+            f"the model's forward pass failed on these inputs: {type(error).__name__}: {error}. Give it inputs as in training, and the "
+            f"architecture that was recorded."
+        ) from error
 
 
 def _target(output: Any, target: Any, rows: int) -> Tensor:
