@@ -9,9 +9,11 @@ DualformError
 ├── StoreError (OSError)                   the folder on disk
 │   ├── StoreExistsError (FileExistsError)
 │   ├── StoreMissingError (FileNotFoundError)
-│   ├── StoreDamagedError                  truncated, altered, foreign or absent files
+│   ├── StorePermissionError (PermissionError)
+│   ├── StoreDamagedError                  truncated, altered, foreign, absent or inconsistent files
+│   ├── StoreChangedError                  resumed, overwritten or removed since it was opened
 │   ├── StoreVersionError                  written by a newer format
-│   └── WriterError                        the background writer failed (a full disk, …)
+│   └── WriterError                        writing failed (a full disk, …)
 ├── DataError (OSError)                    a dataset is missing, or not what it should be
 ├── StudyError (ValueError)                evaluate: how to train again, or what to judge by, does not fit
 └── QuestionError (ValueError)             a question that makes no sense as asked
@@ -63,8 +65,16 @@ class StoreMissingError(StoreError, FileNotFoundError):
     """There is no store at this path."""
 
 
+class StorePermissionError(StoreError, PermissionError):
+    """The system does not allow the store to be read or written."""
+
+
 class StoreDamagedError(StoreError):
-    """A file of the store is truncated, altered, foreign or absent."""
+    """A file of the store is truncated, altered, foreign or absent, or does not fit the others."""
+
+
+class StoreChangedError(StoreError):
+    """The store was resumed, overwritten or removed after it was opened; open it again."""
 
 
 class StoreVersionError(StoreError):
@@ -72,7 +82,7 @@ class StoreVersionError(StoreError):
 
 
 class WriterError(StoreError):
-    """The background writer failed; what was sealed before stays readable."""
+    """Writing failed; what was sealed before stays readable."""
 
 
 class DataError(DualformError, OSError):

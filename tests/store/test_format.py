@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,48 @@ def test_there_and_back(tmp_path, manifest):
     assert manifest.end_step == 3
 
 
+def test_the_number_of_steps_is_written_down_twice(tmp_path, manifest):
+    """So that a chunk that is missing at the end is noticed."""
+    for steps in (2, 4, True, None, "3"):
+        save(tmp_path, manifest, steps=steps)
+        with pytest.raises(StoreDamagedError, match=r"it says that .* steps are sealed, but its chunks hold 3"):
+            load_manifest(tmp_path)
+    save(tmp_path, manifest, steps=3)
+    assert load_manifest(tmp_path) == manifest
+
+
+def test_every_run_and_session_has_a_name_of_its_own(manifest):
+    first, second = manifest.with_session(), manifest.with_session()
+    assert first.run == second.run
+    assert first.sessions != second.sessions
+    fields = {name: value for name, value in vars(manifest).items() if name != "run"}
+    assert Manifest(**fields).run != Manifest(**fields).run
+
+
+def test_sessions_of_a_resumed_run(manifest):
+    [chunk] = manifest.chunks
+
+    def until(manifest, step):
+        return replace(manifest, chunks=(replace(chunk, end_step=step),) if step else ())
+
+    begun = until(manifest, 0).with_session()
+    resumed = until(begun, 3).with_session()
+    again = until(resumed, 2).with_session()
+    assert [session.first_step for session in again.sessions] == [0, 2]
+    assert again.session_of(1) == begun.sessions[0].name
+    assert again.session_of(2) == again.sessions[-1].name
+    assert again.sessions_at(2) == {session.name for session in again.sessions}
+    assert resumed.session_of(9) == resumed.sessions[-1].name != again.sessions[-1].name
+    assert [session.first_step for session in until(again, 0).with_session().sessions] == [0]
+
+
+def test_files_by_their_paths(manifest):
+    assert [name for name, _ in manifest.files()] == [
+        "chunk-000000/slots.safetensors",
+        "snapshot-000000000.safetensors",
+    ]
+
+
 def test_unknown_path(tmp_path):
     with pytest.raises(StoreMissingError, match=r"nowhere holds no recording: there is no such folder"):
         load_manifest(tmp_path / "nowhere")
@@ -123,6 +166,13 @@ def test_an_altered_byte(tmp_path, manifest):
         ("version", "1"),
         ("version", None),
         ("surprise", 1),
+        ("run", None),
+        ("sessions", [{"name": "a", "first_step": 2**53}]),
+        ("batch_axis", {"a": True}),
+        ("batch_axis", {"a": -1}),
+        ("batch_axis", {"a": 1.0}),
+        ("ended", "\ud800"),
+        ("left_out", {"\udfff": "a reason"}),
     ],
 )
 def test_fields_of_the_wrong_kind(tmp_path, manifest, field, value):
@@ -131,12 +181,13 @@ def test_fields_of_the_wrong_kind(tmp_path, manifest, field, value):
         load_manifest(tmp_path)
 
 
-def test_a_missing_field(tmp_path, manifest):
+@pytest.mark.parametrize("field", ["layers", "run", "inexact", "columns", "sessions", "totals"])
+def test_a_missing_field(tmp_path, manifest, field):
     data = json.loads(manifest.dump())
-    del data["layers"], data["checksum"]
+    del data[field], data["checksum"]
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
-    with pytest.raises(StoreDamagedError, match="layers"):
+    with pytest.raises(StoreDamagedError, match=rf"Manifest is not as expected \(missing: {field}; unknown: nothing\)"):
         load_manifest(tmp_path)
 
 

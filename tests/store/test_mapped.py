@@ -4,9 +4,12 @@ import gc
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
 from dualform.errors import StoreDamagedError
 from dualform.store.arrays import ArrayFile
+from dualform.store.checked import read_label
 from dualform.store.format import File, checksum
 from dualform.store.mapped import TensorFile
 from dualform.store.safe import write_tensors
@@ -104,6 +107,19 @@ def test_a_tensor_that_is_not_there(written, kind):
         b'{"table":{"shape":[1,7]}}',
         b'{"table":7}',
         b"7",
+        b'{"table":{"dtype":"F32","shape":[1099511627776,1099511627776],"data_offsets":[0,64]}}',
+        b'{"table":{"dtype":"F32","shape":[' + b"9" * 400 + b'],"data_offsets":[0,64]}}',
+        b'{"table":{"dtype":"F32","shape":[16.0],"data_offsets":[0,64]}}',
+        b'{"table":{"dtype":"F32","shape":[true,16],"data_offsets":[0,64]}}',
+        b'{"table":{"dtype":"F32","shape":[16],"data_offsets":[0,64,64]}}',
+        b'{"table":{"dtype":"F32","shape":[15],"data_offsets":[4,64]}}',
+        b'{"table":{"dtype":"F32","shape":[15],"data_offsets":[0,60]}}',
+        b'{"table":{"dtype":"F32","shape":[16],"data_offsets":[0,64],"more":1}}',
+        b'{"table":{"dtype":["F32"],"shape":[16],"data_offsets":[0,64]}}',
+        b'{"table":{"dtype":"F32","shape":[16],"data_offsets":[0,64]},"other":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"__metadata__":7,"table":{"dtype":"F32","shape":[16],"data_offsets":[0,64]}}',
+        b'{"__metadata__":{"table":7},"table":{"dtype":"F32","shape":[16],"data_offsets":[0,64]}}',
+        b'{"table":' + b"[" * 100_000 + b"}",
     ],
 )
 def test_a_header_that_somebody_has_made_up_is_refused(tmp_path, kind, header):
@@ -119,3 +135,55 @@ def test_a_tensor_outlives_its_file(written):
     del file
     gc.collect()
     np.testing.assert_array_equal(np.asarray(table), TABLE)
+
+
+def test_the_library_reads_what_is_written(written):
+    """The header is read here, not by the library; it must mean the same to both."""
+    path, file = written
+    with safe_open(path, "np") as known:
+        assert sorted(known.keys()) == list(ArrayFile(path, file))
+        np.testing.assert_array_equal(known.get_tensor("table"), TABLE)
+
+
+@KINDS
+def test_labels(tmp_path, kind):
+    path = tmp_path / "some.safetensors"
+    file = write_tensors(path, {"table": [TABLE]}, "a label")
+    assert kind(path, file).label == read_label(path, file) == "a label"
+    assert list(kind(path, file)) == ["table"]
+    assert kind(path, write_tensors(path, {"table": [TABLE]})).label is None
+
+
+@KINDS
+def test_another_size_than_the_manifest_says(written, kind):
+    path, file = written
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(StoreDamagedError, match="bytes, the manifest says"):
+        kind(path, file)
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(written, monkeypatch):
+    """PyTorch opens it by its name once more."""
+    path, file = written
+    original = torch.UntypedStorage.from_file
+
+    def replaced(name, *given):
+        damage(path, 20)
+        return original(name, *given)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
+    with pytest.raises(StoreDamagedError, match="was replaced while it was being opened"):
+        TensorFile(path, file)
+
+
+def test_a_file_that_vanishes_while_it_is_opened(written, monkeypatch):
+    path, file = written
+    original = torch.UntypedStorage.from_file
+
+    def gone(name, *given):
+        path.unlink()
+        return original(name, *given)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", gone)
+    with pytest.raises(StoreDamagedError, match="cannot be mapped into memory"):
+        TensorFile(path, file)

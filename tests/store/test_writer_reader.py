@@ -270,8 +270,8 @@ def test_a_store_is_nothing_but_safetensors_parquet_and_json(tmp_path):
 def test_opening_reads_the_manifest_alone(tmp_path, monkeypatch):
     write(tmp_path / "s", SHAPES, chunk_bytes=1)
     opened = []
-    original = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *a, **k: opened.append(path.name) or original(path, *a, **k))
+    original = os.open
+    monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(Path(path).name) or original(path, *a, **k))
     Store(tmp_path / "s")
     assert opened == [MANIFEST]
 
@@ -491,7 +491,7 @@ def test_overwrite_leaves_what_does_not_belong_to_the_recording(tmp_path):
 
 
 def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path, monkeypatch):
-    def full(path, tensors):
+    def full(path, tensors, label):
         raise OSError(28, "No space left on device")
 
     writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)

@@ -113,5 +113,6 @@ def test_disk_is_the_same_after_one_and_after_a_hundred_epochs(tmp_path):
         (file,) = (tmp_path / str(epochs)).glob("totals-*/totals.safetensors")
         sizes[epochs] = dual.store.totals()["0.0.keys"].nbytes, file.stat().st_size
         assert dual.store.totals()["0.0.visits"].tolist() == [epochs] * TOKENS
-    assert sizes[1] == sizes[100]
+    assert sizes[1][0] == sizes[100][0]
+    assert abs(sizes[1][1] - sizes[100][1]) <= 64  # digits of the numbers in the header
     assert sizes[1][0] == TOKENS * (2 + WIDTH) * 8  # float64 here; 4 bytes in float32

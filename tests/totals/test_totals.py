@@ -131,7 +131,7 @@ def test_disk_does_not_grow_with_the_steps(tmp_path):
         sizes.append(dualform.open(tmp_path / str(steps)).info()["bytes"])
         on_disk = sum(f.stat().st_size for f in (tmp_path / str(steps)).rglob("*") if f.is_file())
         assert on_disk < sizes[-1] + 4000
-    assert sizes[0] == sizes[1]
+    assert abs(sizes[0] - sizes[1]) <= 64  # digits of the numbers in the headers
 
 
 def test_a_noisy_bias_is_exact_too(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.errors import StoreDamagedError
 from dualform.influence.curvature import DAMPING, Curvature, Factors, Sums, damped
 from dualform.influence.loss_mean import LossMean
 from dualform.influence.pairings import pairings
@@ -24,6 +25,7 @@ from dualform.influence.recorded import RECORDED_MEAN, recorded_factors
 from dualform.influence.segments import Segment
 from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
+from dualform.store.access import open_regular, reading
 from dualform.store.folder import flush_folder
 from dualform.store.format import NO_ROW, SLOTS, File, checksum
 from dualform.store.mapped import TensorFile
@@ -65,7 +67,7 @@ def factors(
 
 def _factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) -> Curvature:
     name = _name(store, layer, segment, loss_mean.mean)
-    kept = _kept(store, layer, name)
+    kept = _kept(store, layer, segment, name)
     if kept is not None:
         return kept
     built = built_factors(store, layer, segment, loss_mean)
@@ -177,16 +179,36 @@ def _name(store: Store, layer: Layer, segment: Segment, mean: str) -> str:
     return f"curvature-{checksum(json.dumps(content).encode())}.safetensors"
 
 
-def _kept(store: Store, layer: Layer, name: str) -> Curvature | None:
+def _kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature | None:
+    """What was kept under this name; None: nothing."""
     path = store.folder / name
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    with path.open("rb") as handle:
+    with reading(path), open_regular(path) as handle:
+        size = os.fstat(handle.fileno()).st_size
         length = handle.read(8)
-        header = length + handle.read(int.from_bytes(length, "little"))
-    file = TensorFile(path, File(path.stat().st_size, checksum(header)))
+        header = length + handle.read(min(size, int.from_bytes(length, "little")))
+    file = TensorFile(path, File(size, checksum(header)))
+    expected = _shapes(layer)
+    if "norms" in file:
+        expected["norms"] = (segment.end_row - segment.first_row,)
+    if {tensor: file.shape(tensor) for tensor in file} != expected:
+        raise StoreDamagedError(
+            f"{path} is damaged: its tensors are not of the expected shapes. Delete it: it is built again."
+        )
     maps = [
         Factors(file[f"{n}.keys"], file[f"{n}.errors"], float(file[f"{n}.positions"]))
         for n in range(len(pairings(layer)))
     ]
     return Curvature(maps, file["norms"] if "norms" in file else None)
+
+
+def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that are kept for a layer, without the norms."""
+    found: dict[str, tuple[int, ...]] = {}
+    for number, pairing in enumerate(pairings(layer)):
+        width = pairing.width + bool(pairing.constant)
+        found[f"{number}.keys"] = (pairing.width,) if pairing.numbers else (pairing.groups, width, width)
+        found[f"{number}.errors"] = (pairing.groups, pairing.outputs, pairing.outputs)
+        found[f"{number}.positions"] = (1,)
+    return found

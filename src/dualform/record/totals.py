@@ -15,8 +15,8 @@ from dualform.store import records
 from dualform.store.encoding import decode
 from dualform.store.format import NO_ROW, Column, Grouping, Manifest
 from dualform.store.reader import Store
+from dualform.store.schema import schema
 from dualform.store.sums import NewTotals
-from dualform.store.tables import schema
 from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated, Piece, Updates
 from dualform.totals.groups import Numbering

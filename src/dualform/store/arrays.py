@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import mmap
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from dualform.store.checked import Bytes, CheckedFile
-from dualform.store.format import File
 from dualform.store.safe import NAMES, Array
 
 TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
@@ -18,10 +17,8 @@ TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
 class ArrayFile(CheckedFile[Array]):
     """Its arrays. Python's maps hold a file descriptor each: for the few files of totals and snapshots, not for chunks."""
 
-    def __init__(self, path: Path, file: File):
-        super().__init__(path, file)
-        with path.open("rb") as handle:
-            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    def _map_file(self, handle: BinaryIO, header: bytes) -> None:
+        self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _mapped(self, name: str) -> Array:
         kind, shape = TYPES[self._found[name]["dtype"]], self.shape(name)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import polars as pl
 
-from dualform.errors import StoreExistsError
+from dualform.errors import StoreDamagedError, StoreExistsError
+from dualform.store.access import create, open_lock, read_regular, reading, writing
 from dualform.store.format import LOCK, MANIFEST, File, Manifest, checksum, load_manifest
+from dualform.store.labels import LABEL
 
 try:
     import fcntl
@@ -24,21 +27,27 @@ def publish(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest, once everything that it names is on the disk."""
     flush_folder(folder)
     unfinished = folder / f".{MANIFEST}"
-    with unfinished.open("wb") as file:
-        file.write(manifest.dump())
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(unfinished, manifest.dump())
     unfinished.replace(folder / MANIFEST)
     flush_folder(folder)
 
 
-def write_table(path: Path, table: pl.DataFrame) -> File:
-    """Write and flush a table."""
-    table.write_parquet(path, compression="zstd", statistics=False)
-    with path.open("rb") as file:
+def write_table(path: Path, table: pl.DataFrame, label: str) -> File:
+    """Write and flush a table. label: see store/labels.py."""
+    buffer = io.BytesIO()
+    table.write_parquet(buffer, compression="zstd", statistics=False, metadata={LABEL: label})
+    data = buffer.getvalue()
+    write_bytes(path, data)
+    return File(len(data), checksum(data), table.height)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write and flush a file."""
+    with create(path) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
         os.fsync(file.fileno())
-        data = file.read()
-    return File(len(data), checksum(data))
 
 
 def flush_folder(path: Path) -> None:
@@ -52,12 +61,13 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(folder: Path) -> TextIO | None:
+def lock(folder: Path) -> BinaryIO | None:
     """Hold a folder against other writers, until the file is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        return None
-    file = (folder / LOCK).open("w")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            return None
+        file = open_lock(folder / LOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -82,15 +92,17 @@ def locked(folder: Path) -> Iterator[None]:
 
 def prepare(folder: Path, *, overwrite: bool) -> None:
     """Make room for a new store, or say why not. Only a recording is ever overwritten."""
-    if not folder.exists():
+    with reading(folder):
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
+        names = [path.name for path in folder.iterdir()]
+    if not names:
         return
-    if not folder.is_dir():
-        raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
-    if not any(folder.iterdir()):
-        return
-    begun = (folder / MANIFEST).exists()  # else at most the leftovers of a recording killed before its first manifest
-    foreign = begun and b'"format": "dualform"' not in (folder / MANIFEST).read_bytes()
-    if foreign or (not begun and not all(_ours(path.name) for path in folder.iterdir())):
+    begun = MANIFEST in names  # else at most the leftovers of a recording killed before its first manifest
+    foreign = not _is_recording(folder) if begun else not all(map(_ours, names))
+    if foreign:
         raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
     if begun and not overwrite:
         raise StoreExistsError(
@@ -98,13 +110,33 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         )
     held = lock(folder)
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if _ours(path.name) and path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with writing(folder):
+            _remove(folder)
     finally:
         if held is not None:
             held.close()
+
+
+def _is_recording(folder: Path) -> bool:
+    path = folder / MANIFEST
+    with reading(path):
+        try:
+            return b'"format": "dualform"' in read_regular(path)
+        except StoreDamagedError:  # no regular file
+            return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a recording, its manifest first: loss of power never leaves a manifest whose chunks are gone."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    flush_folder(folder)
+    for path in folder.iterdir():
+        if not _ours(path.name) or path.name == LOCK:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _ours(name: str) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import secrets
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,16 +22,22 @@ import xxhash
 
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
 from dualform.layers.streams import Layer
+from dualform.store.access import open_regular, reading
 
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
 SUMS = "totals.safetensors"
-CHUNK_FILES = (SLOTS, ROWS, UPDATES, STEPS)
+TABLES = (ROWS, UPDATES, STEPS)
+CHUNK_FILES = (SLOTS, *TABLES)
 
 KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
+MOST_MANIFEST = 256 << 20
+"""The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""
+MOST = 2**53
+"""Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")
 NO_ROW = -1
 """The first_row of a block that serves all rows at once (position ids of shape (1, T)): its slots, `positions` of them, have no row."""
@@ -60,6 +69,8 @@ class File:
 
     size: int
     checksum: str
+    lines: int | None = None
+    """How many lines a table has; None for tensors."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class Chunk:
     @functools.cached_property
     def text(self) -> str:
         """As it stands in the manifest: made once, though every new chunk makes a new manifest."""
-        return _compact(dataclasses.asdict(self))
+        return compact_json(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,15 @@ class Snapshot:
 
     step: int
     file: File
+
+
+@dataclass(frozen=True)
+class Session:
+    """One call of record(): a random name, and the step that it began with. Files of steps that were dropped when a run was resumed
+    have the name of an earlier session than those that replace them."""
+
+    name: str
+    first_step: int
 
 
 @dataclass(frozen=True)
@@ -151,6 +171,9 @@ class Manifest:
     parameters: tuple[Parameter, ...]
     left_out: dict[str, str]
     batch_axis: dict[str, int]
+    run: str = field(default_factory=lambda: secrets.token_hex(16))
+    """A random name of the run, which all its files have in their headers. A resumed run keeps it."""
+    sessions: tuple[Session, ...] = ()
     columns: tuple[Column, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
@@ -168,11 +191,41 @@ class Manifest:
             return self.totals.step if self.totals else 0
         return self.chunks[-1].end_step if self.chunks else 0
 
+    def with_session(self) -> Manifest:
+        """The manifest of a new session, which goes on after the last sealed step."""
+        kept = [session for session in self.sessions if session.first_step < self.end_step]
+        return dataclasses.replace(self, sessions=(*kept, Session(secrets.token_hex(8), self.end_step)))
+
+    def session_of(self, step: int) -> str | None:
+        """The session that recorded a step."""
+        names = [session.name for session in self.sessions if session.first_step <= step]
+        return names[-1] if names else None
+
+    def sessions_at(self, step: int) -> set[str]:
+        """The sessions that may have written down how things were after `step` updates: the one that ended there, the one that began."""
+        names = self.session_of(step - 1), self.session_of(step)
+        return {name for name in names if name is not None}
+
+    def files(self) -> Iterator[tuple[str, File]]:
+        """All files that it names: the path of each within the store, and what the file must look like."""
+        for number, chunk in enumerate(self.chunks):
+            for name, file in chunk.files.items():
+                yield f"{chunk_name(number)}/{name}", file
+        for snapshot in self.snapshots:
+            yield snapshot_name(snapshot.step), snapshot.file
+        if self.totals is not None:
+            for name, file in self.totals.files.items():
+                yield f"{totals_name(self.totals.number)}/{name}", file
+
     def dump(self) -> bytes:
-        """The manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each."""
+        """The manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each.
+
+        `steps` says how many steps are sealed, so that a chunk that is missing at the end is noticed.
+        """
         chunks = [chunk.text for chunk in self.chunks]
         names = [one.name for one in dataclasses.fields(self) if one.name != "chunks"]
         texts = {"format": _texts("format", "dualform"), **{name: _texts(name, getattr(self, name)) for name in names}}
+        texts["steps"] = _texts("steps", self.end_step)
         compact = {name: text for name, (text, _) in texts.items()} | {"chunks": f"[{','.join(chunks)}]"}
         everything = ",".join(f'"{name}":{compact[name]}' for name in sorted(compact))
         texts["checksum"] = _texts("checksum", checksum(f"{{{everything}}}".encode()))
@@ -209,46 +262,65 @@ def checksum(data: bytes | memoryview | np.ndarray[Any, Any]) -> str:
 def load_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a store."""
     path = folder / MANIFEST
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        what = "there is no such folder" if not folder.exists() else f"the folder has no {MANIFEST}"
-        raise StoreMissingError(
-            f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
-        ) from None
-    except (NotADirectoryError, IsADirectoryError):
-        raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+    with reading(path):
+        text = _manifest_text(folder, path)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StoreDamagedError(f"{path} is damaged: it is no JSON ({error}).") from None
     if not isinstance(data, dict) or data.pop("format", None) != "dualform":
         raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
-    version = data.get("version")
-    if isinstance(version, int) and version > VERSION:
+    _check_version(folder, data.get("version"))
+    said = data.pop("checksum", None)
+    try:
+        if said != _digest({"format": "dualform", **data}):
+            raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
+        steps = data.pop("steps", None)
+        manifest = _build(Manifest, data)
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+    if steps != manifest.end_step or isinstance(steps, bool):
+        raise StoreDamagedError(
+            f"{path} is damaged: it says that {steps!r} steps are sealed, but its chunks hold {manifest.end_step}."
+        )
+    return manifest
+
+
+def _manifest_text(folder: Path, path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MOST_MANIFEST:
+                raise StoreDamagedError(f"{path} is no dualform manifest: it has more than {MOST_MANIFEST:,} bytes.")
+            return file.read()
+    except FileNotFoundError:
+        what = "there is no such folder" if not folder.exists() else f"the folder has no {MANIFEST}"
+        raise StoreMissingError(
+            f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
+        ) from None
+    except NotADirectoryError:
+        raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+
+
+def _check_version(folder: Path, version: object) -> None:
+    if not isinstance(version, int) or version == VERSION:
+        return  # what is no number fails with the other fields
+    if version > VERSION:
         raise StoreVersionError(
             f"{folder} was written in format {version}; this version of dualform reads up to {VERSION}. "
             f"Upgrade: pip install -U dualform."
         )
-    if isinstance(version, int) and version < VERSION:
-        raise StoreVersionError(
-            f"{folder} was written in format {version} by an earlier version of dualform; this version reads only format "
-            f"{VERSION}. Record the training again."
-        )
-    said = data.pop("checksum", None)
-    if said != _digest({"format": "dualform", **data}):
-        raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
-    try:
-        return _build(Manifest, data)
-    except (TypeError, ValueError, KeyError) as error:
-        raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+    raise StoreVersionError(
+        f"{folder} was written in format {version} by an earlier version of dualform; this version reads only format "
+        f"{VERSION}. Record the training again."
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:
-    return checksum(_compact(content).encode())
+    return checksum(compact_json(content).encode())
 
 
-def _compact(content: Any) -> str:
+def compact_json(content: Any) -> str:
+    """JSON in one line, always the same for the same content, dataclasses included."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
 
 
@@ -261,7 +333,7 @@ def _texts(name: str, value: Any) -> tuple[str, str]:
     known = _TEXTS.get(name)
     if known is not None and known[0] is value and isinstance(value, tuple):
         return known[1]
-    texts = _compact(value), json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
+    texts = compact_json(value), json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
     _TEXTS[name] = value, texts
     return texts
 
@@ -283,17 +355,35 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
-        if not isinstance(data, dict) or not set(data) <= set(hints):
-            raise ValueError(f"{where} is not as expected")
+        if not isinstance(data, dict) or data.keys() != hints.keys():
+            raise ValueError(f"{where} is not as expected{_difference(data, hints)}")
         return kind(**{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})  # type: ignore[operator]
     if origin is tuple and isinstance(data, list):
         return tuple(_value(inner[0], item, where) for item in data)
     if origin is dict and isinstance(data, dict):
-        return {str(name): _value(inner[1], item, where) for name, item in data.items()}
+        return {_text(name, where): _value(inner[1], item, where) for name, item in data.items()}
     if origin is types.UnionType:
         return None if data is None else _value(inner[0], data, where)
-    if kind is int and isinstance(data, int) and not isinstance(data, bool) and data >= 0:
+    if kind is int and isinstance(data, int) and not isinstance(data, bool) and 0 <= data < MOST:
         return data
     if kind is str and isinstance(data, str):
-        return data
+        return _text(data, where)
     raise ValueError(f"{where} is not as expected")
+
+
+def _text(data: str, where: str) -> str:
+    """A text that can be written and printed."""
+    try:
+        data.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} is no text that can be printed") from None
+    return data
+
+
+def _difference(data: Any, hints: dict[str, Any]) -> str:
+    """Which fields are missing, and which are unknown."""
+    if not isinstance(data, dict):
+        return ""
+    missing = ", ".join(sorted(hints.keys() - data.keys()))
+    unknown = ", ".join(sorted(map(repr, data.keys() - hints.keys())))
+    return f" (missing: {missing or 'nothing'}; unknown: {unknown[:200] or 'nothing'})"

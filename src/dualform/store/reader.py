@@ -16,6 +16,7 @@ from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
 from dualform.native.picked import Picked
 from dualform.store import tables
+from dualform.store.contents import check_table, check_tensors
 from dualform.store.encoding import STRETCH, Encoded, decode
 from dualform.store.format import (
     NO_ROW,
@@ -28,9 +29,11 @@ from dualform.store.format import (
     chunk_name,
 )
 from dualform.store.heap import give_back
+from dualform.store.labels import Label, chunk_about, require_chunk, require_session
 from dualform.store.mapped import TensorFile
 from dualform.store.moments import Moments
 from dualform.store.pages import memory_bytes
+from dualform.store.schema import schema
 from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
 
@@ -50,7 +53,9 @@ class Store(Sealed):
         """manifest: another one than that on disk, for who knows what they do."""
         super().__init__(folder, manifest)
         self._decoded = 0
-        self._tensors: dict[Path, TensorFile] = {}
+        self._snapshots: dict[int, TensorFile] = {}
+        self._written: dict[int, Label] = {}
+        self._cut_chunks: set[int] = set()
         self._slot_files: dict[int, TensorFile] = {}
         self._vectors: dict[tuple[int, int, str], Encoded] = {}
         self._picked: dict[tuple[int, str], Picked] = {}
@@ -67,7 +72,7 @@ class Store(Sealed):
     @cached_property
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the user's columns; a row's number is its place."""
-        empty = pl.DataFrame(schema=tables.schema(self.manifest.columns))
+        empty = pl.DataFrame(schema=schema(self.manifest.columns))
         tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
         return pl.concat([empty, *tables_of], rechunk=True)
 
@@ -101,7 +106,10 @@ class Store(Sealed):
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
-        return self._table(place, ROWS)
+        table = self._table(place, ROWS)
+        if not table.height:  # columns are not known before the first row
+            return pl.DataFrame(schema=schema(self.manifest.columns))
+        return table
 
     @cached_property
     def updates(self) -> pl.DataFrame:
@@ -142,14 +150,36 @@ class Store(Sealed):
 
     def _addresses(self, name: str, end_step: int | None) -> list[SlotChunk]:
         number, layer = self.layer(name)
-        found, first_slot = [], 0
+        found = []
         for place, chunk in enumerate(self.manifest.chunks):
             if end_step is not None and chunk.first_step >= end_step:
                 break
             if chunk.slots[number]:
-                found.append(SlotChunk(self, self._chunk_file(place), number, layer, first_slot, chunk, end_step))
-            first_slot += chunk.slots[number]
+                found.append(self._slot_chunk(place, number, layer, end_step))
         return found
+
+    def _slot_chunk(self, place: int, number: int, layer: Layer, end_step: int | None) -> SlotChunk:
+        file = self._chunk_file(place)
+        first_slots, first_keys = self._offsets
+        return SlotChunk(
+            self,
+            file,
+            number,
+            layer,
+            int(first_slots[place, number]),
+            int(first_keys[place, number]) + self.manifest.chunks[place].keys[number],
+            self.manifest.chunks[place],
+            self._written[place],
+            end_step,
+        )
+
+    @cached_property
+    def _offsets(self) -> tuple[Ints, Ints]:
+        """(chunks, layers): how many slots, and how many keys, of each layer come before each chunk."""
+        shape = len(self.manifest.chunks), len(self.manifest.layers)
+        slots = np.array([chunk.slots for chunk in self.manifest.chunks], dtype=np.int64).reshape(shape)
+        keys = np.array([chunk.keys for chunk in self.manifest.chunks], dtype=np.int64).reshape(shape)
+        return slots.cumsum(axis=0) - slots, keys.cumsum(axis=0) - keys
 
     def decoded(self, nbytes: int) -> None:
         """To be told when so many bytes of a chunk have been decoded and let go of: then and now, memory is given back."""
@@ -164,8 +194,7 @@ class Store(Sealed):
         chunks = self.manifest.chunks
         if not chunks[place].slots[number]:
             return None
-        first = sum(chunk.slots[number] for chunk in chunks[:place])
-        return SlotChunk(self, self._chunk_file(place), number, layer, first, chunks[place], end_step)
+        return self._slot_chunk(place, number, layer, end_step)
 
     def users(self, parameter: str) -> list[Layer]:
         """The layers whose slots make up a parameter."""
@@ -275,10 +304,63 @@ class Store(Sealed):
         return known
 
     def _chunk_file(self, place: int) -> TensorFile:
+        """The slots of a chunk, once their label and their shapes are known to fit the manifest."""
         if place not in self._slot_files:
-            path = self.folder / chunk_name(place) / SLOTS
-            self._slot_files[place] = self._file(path, self.manifest.chunks[place].files[SLOTS])
+            file = self.manifest.chunks[place].files[SLOTS]
+            opened = self._open(self._mapped, _path(place, SLOTS), file, lambda label: self._check_place(place, label))
+            try:
+                check_tensors(opened, self.manifest, self._written[place])
+            except ValueError as error:
+                raise StoreDamagedError(f"{opened.path} is damaged: {error}.") from None
+            self._slot_files[place] = opened
+            self._check_cut(place)
         return self._slot_files[place]
+
+    def _mapped(self, path: Path, file: File) -> TensorFile:
+        return TensorFile(path, file, large_pages=self._fits)
+
+    def _check_place(self, place: int, label: Label) -> None:
+        """Compare the label of a chunk's file with the manifest. Raises ValueError, which says what does not fit."""
+        first_slots, first_keys = self._offsets
+        about = chunk_about(self.manifest.chunks[place], first_slots[place].tolist(), first_keys[place].tolist())
+        require_session(label, [self.manifest.session_of(self.manifest.chunks[place].first_step)])
+        if place not in self._written:
+            self._written[place] = require_chunk(label, about)
+            if self._written[place]["end_step"] > about["end_step"]:
+                self._cut_chunks.add(place)
+        elif require_chunk(label, about) != self._written[place]:
+            raise ValueError("the files of its chunk were not written together")
+
+    def _check_cut(self, place: int) -> None:
+        """Count rows, slots and keys of a chunk that a resumed run has cut: its label says only how many there were before."""
+        if place not in self._cut_chunks:
+            return
+        self._cut_chunks.discard(place)  # reading its files ends up here again
+        chunk = self.manifest.chunks[place]
+        counted = [self._cut_counts(place, number) for number in range(len(self.manifest.layers))]
+        rows = self._table(place, ROWS).height
+        if rows != chunk.rows or counted != list(zip(chunk.slots, chunk.keys, strict=True)):
+            raise StoreDamagedError(
+                f"the manifest of {self.folder} is damaged: chunk {place} has other counts up to step {chunk.end_step}."
+            )
+
+    def _cut_counts(self, place: int, number: int) -> tuple[int, int]:
+        """How many slots and keys a layer has in a chunk, up to the chunk's last step."""
+        file = self._chunk_file(place)
+        chunk = self.manifest.chunks[place]
+        if not any(name.startswith(f"{number}.") for name in file):
+            return 0, 0
+        blocks = file[f"{number}.blocks"].numpy()
+        blocks = blocks[blocks[:, 0] < chunk.end_step]
+        slots = int((blocks[:, 4] * blocks[:, 5]).sum())
+        if not slots:
+            return 0, 0
+        if f"{number}.key_numbers" in file:
+            return slots, self._written[place]["keys"][number]
+        if self.manifest.layers[number].form != "maps":
+            return slots, slots
+        shapes = file[f"{number}.shapes"].numpy()[: len(blocks)]
+        return slots, int((blocks[:, 4] * shapes[:, 0]).sum())
 
     def gradients(self, parameter: str) -> Tensor | None:
         """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""
@@ -293,7 +375,12 @@ class Store(Sealed):
         if f"gradient.{number}" not in file:
             return None
         kept = self.updates_in(place).filter((pl.col("parameter") == number) & pl.col("gradient_kept")).height
-        return file[f"gradient.{number}"][:kept]
+        gradients = file[f"gradient.{number}"]
+        if kept > len(gradients):
+            raise StoreDamagedError(
+                f"{file.path} is damaged: it has {len(gradients)} gradients of {parameter!r}, its updates say {kept}."
+            )
+        return gradients[:kept]
 
     def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
         """One line for each slot of a chunk: these columns of its row, and its `position`.
@@ -323,21 +410,34 @@ class Store(Sealed):
 
     def snapshot(self, step: int) -> TensorFile:
         """The weights, buffers and optimizer state after `step` updates."""
-        return self._file(*self.snapshot_file(step))
+        if step not in self._snapshots:
+            self._snapshots[step] = self.open_snapshot(self._mapped, step)
+        return self._snapshots[step]
 
     def totals(self) -> TensorFile:
         """The tensors of the totals; totals/fold.py says what they are."""
-        return self._file(*self.totals_file())
+        return self._totals_file
 
-    def _file(self, path: Path, file: File) -> TensorFile:
-        if path not in self._tensors:
-            self._tensors[path] = TensorFile(path, file, large_pages=self._fits)
-        return self._tensors[path]
+    @cached_property
+    def _totals_file(self) -> TensorFile:
+        return self.open_totals(self._mapped)
 
-    def _table(self, number: int, name: str) -> pl.DataFrame:
-        chunk = self.manifest.chunks[number]
-        table = self._read_table(self.folder / chunk_name(number) / name, chunk.files[name])
+    def _table(self, place: int, name: str) -> pl.DataFrame:
+        """A table of a chunk, up to the chunk's last step."""
+        chunk = self.manifest.chunks[place]
+        path = _path(place, name)
+        table = self._read_table(path, chunk.files[name], lambda label: self._check_place(place, label))
+        try:
+            check_table(name, table, self.manifest, self._written[place])
+        except ValueError as error:
+            raise StoreDamagedError(f"{self.folder / path} is damaged: {error}.") from None
+        self._check_cut(place)
         return table.filter(pl.col("step") < chunk.end_step)
+
+
+def _path(place: int, name: str) -> str:
+    """A file of a chunk, by its path within the store."""
+    return f"{chunk_name(place)}/{name}"
 
 
 def _taken(table: pl.DataFrame, columns: list[str], rows: Ints) -> pl.DataFrame:

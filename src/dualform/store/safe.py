@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from dualform.store.access import create
 from dualform.store.format import File, checksum
+from dualform.store.labels import LABEL
 
 Array = np.ndarray[Any, Any]
 
@@ -38,15 +40,17 @@ DIRECT_FROM = 1 << 20  # smaller files are written the ordinary way
 PIECES = 512  # so many go into one call, at most
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
-    """Write and flush a file; the parts of a tensor are joined along their first axis.
+def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]], label: str | None = None) -> File:
+    """Write and flush a file; the parts of a tensor are joined along their first axis. label: see store/labels.py.
 
     Tensors of whole blocks come first, so that each begins at one, the others by the size of their elements, so that each is aligned.
     """
     sizes = {name: sum(piece.nbytes for piece in pieces) for name, pieces in tensors.items()}
     order = sorted(tensors, key=lambda name: (sizes[name] % BLOCK > 0, -tensors[name][0].dtype.itemsize, name))
-    sums = dict.fromkeys(order, checksum(b""))  # in the place of those to come, which are as long
-    header: dict[str, Any] = {"__metadata__": sums}
+    metadata = dict.fromkeys(order, checksum(b""))  # in the place of those to come, which are as long
+    if label is not None:
+        metadata[LABEL] = label
+    header: dict[str, Any] = {"__metadata__": metadata}
     size = 0
     for name in order:
         pieces = tensors[name]
@@ -56,10 +60,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]]) -> File:
             shape[0] = sum(len(piece) for piece in pieces)
         header[name] = {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [start, size]}
     unit = BLOCK if size >= DIRECT_FROM else 8
-    with path.open("wb", buffering=0) as file:
+    with create(path) as file:
         stage = _Stage(file.fileno(), len(_head(header, unit)), size)
         for name in order:
-            sums[name] = stage.add(tensors[name])
+            metadata[name] = stage.add(tensors[name])
         stage.close()
         head = _head(header, unit)
         os.lseek(file.fileno(), 0, os.SEEK_SET)

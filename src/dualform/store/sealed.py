@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import polars as pl
 
-from dualform.errors import NotRecordedError, StoreDamagedError, UnknownLayerError
+from dualform.errors import (
+    NotRecordedError,
+    StoreChangedError,
+    StoreDamagedError,
+    StoreError,
+    StoreMissingError,
+    UnknownLayerError,
+)
 from dualform.layers.streams import Layer
+from dualform.store.access import check_regular, read_regular, reading
+from dualform.store.checked import CheckedFile, read_label
+from dualform.store.consistency import check_manifest, table_limit
 from dualform.store.format import (
-    CHUNK_FILES,
     SUMS,
+    Column,
     File,
     Manifest,
     Totals,
     checksum,
-    chunk_name,
     groups_name,
     load_manifest,
     snapshot_name,
     totals_name,
 )
+from dualform.store.labels import LABEL, Label, Labels, require_equal, require_session, totals_about
+from dualform.store.parquet import describe
+from dualform.store.schema import schema
+
+OPENINGS = 5
+"""A store that changes while it is being opened is opened again, so often at most."""
+
+F = TypeVar("F", bound=CheckedFile[Any])
 
 
 class Sealed:
@@ -33,36 +52,45 @@ class Sealed:
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
         """manifest: another one than that on disk, for who knows what they do."""
         self.folder = Path(folder)
-        self.manifest = _padded(load_manifest(self.folder) if manifest is None else manifest)
         self._group_tables: dict[int, pl.DataFrame] = {}
-        for number, chunk in enumerate(self.manifest.chunks):
-            if set(chunk.files) != set(CHUNK_FILES) or not (
-                len(chunk.slots) == len(chunk.keys) == len(self.manifest.layers)
-            ):
-                raise StoreDamagedError(f"the manifest of {self.folder} is damaged: chunk {number} is not as expected.")
-            for name in CHUNK_FILES:
-                self._check_size(self.folder / chunk_name(number) / name, chunk.files[name])
-        for snapshot in self.manifest.snapshots:
-            self._check_size(self.folder / snapshot_name(snapshot.step), snapshot.file)
-        if self.manifest.totals is not None:
-            for name, file in self.manifest.totals.files.items():
-                if name not in (SUMS, *map(groups_name, range(len(self.manifest.totals.groupings)))):
-                    raise StoreDamagedError(
-                        f"the manifest of {self.folder} is damaged: its totals are not as expected."
-                    )
-                self._check_size(self.folder / totals_name(self.manifest.totals.number) / name, file)
+        self._table_bytes: dict[str, int] = {}
+        self._all_table_bytes = 0
+        if manifest is not None:
+            self._use(manifest)
+            return
+        for _ in range(OPENINGS - 1):
+            try:
+                self._use(load_manifest(self.folder))
+            except StoreChangedError:  # between reading the manifest and looking at its files
+                continue
+            return
+        self._use(load_manifest(self.folder))
+
+    def _use(self, manifest: Manifest) -> None:
+        """Take a manifest for that of the store, if it fits itself and the files."""
+        self.manifest = _padded(manifest)
+        self._labels = Labels(self.manifest)
+        try:
+            check_manifest(self.manifest)
+        except ValueError as error:
+            raise StoreDamagedError(f"the manifest of {self.folder} is damaged: {error}.") from None
+        checked = ""
+        for name, file in self.manifest.files():
+            folder = os.path.dirname(name)
+            if folder and folder != checked:  # the files of a folder come one after the other
+                self._check_folder(folder)
+                checked = folder
+            self._check_size(name, file)
 
     @property
     def end_step(self) -> int:
         """How many steps are sealed."""
         return self.manifest.end_step
 
-    @cached_property
+    @functools.cached_property
     def nbytes(self) -> int:
         """How much disk the store takes."""
-        chunks = sum(file.size for chunk in self.manifest.chunks for file in chunk.files.values())
-        totals = sum(file.size for file in self.manifest.totals.files.values()) if self.manifest.totals else 0
-        return chunks + totals + sum(snapshot.file.size for snapshot in self.manifest.snapshots)
+        return sum(file.size for _, file in self.manifest.files())
 
     def layer(self, name: str) -> tuple[int, Layer]:
         """The number and description of a layer."""
@@ -83,27 +111,85 @@ class Sealed:
         raise UnknownLayerError(f"parameter {name!r} was not recorded.")
 
     def snapshot_steps(self) -> list[int]:
-        """After how many steps there are snapshots, ascending, as far as the slots are sealed."""
-        return sorted(s.step for s in self.manifest.snapshots if s.step <= self.end_step)
+        """After how many steps there are snapshots, ascending."""
+        return list(self._snapshot_steps)
 
-    def snapshot_file(self, step: int) -> tuple[Path, File]:
-        """Where the weights, buffers and optimizer state after `step` updates are."""
+    @functools.cached_property
+    def _snapshot_steps(self) -> list[int]:
+        """The same, once the labels of all snapshots are known to fit the manifest: which ones there are decides how answers round."""
+        for snapshot in self.manifest.snapshots:
+            name = snapshot_name(snapshot.step)
+            try:
+                label = read_label(self.folder / name, snapshot.file)
+                self._check_label(name, label, self._snapshot_check(snapshot.step))
+            except StoreError as error:
+                raise self._explained(name, error) from error.__cause__
+        return sorted(snapshot.step for snapshot in self.manifest.snapshots)
+
+    def _snapshot_check(self, step: int) -> Callable[[Label], None]:
+        return functools.partial(require_session, sessions=self.manifest.sessions_at(step))
+
+    def open_snapshot(self, kind: Callable[[Path, File], F], step: int) -> F:
+        """The weights, buffers and optimizer state after `step` updates, as a file of this kind."""
         for snapshot in self.manifest.snapshots:
             if snapshot.step == step:
-                return self.folder / snapshot_name(step), snapshot.file
-        raise NotRecordedError(f"there is no snapshot at step {step}; there are: {self.snapshot_steps()}.")
+                opened = self._open(kind, snapshot_name(step), snapshot.file, self._snapshot_check(step))
+                break
+        else:
+            raise NotRecordedError(f"there is no snapshot at step {step}; there are: {self.snapshot_steps()}.")
+        for parameter in self.manifest.parameters:
+            name = f"model.{parameter.name}"
+            if name in opened and opened.shape(name) != parameter.shape:
+                raise StoreDamagedError(
+                    f"{opened.path} is damaged: {name!r} is of shape {opened.shape(name)}, the manifest says {parameter.shape}."
+                )
+        return opened
 
-    def totals_file(self) -> tuple[Path, File]:
-        """Where the totals are; totals/fold.py says what is in it."""
+    def open_totals(self, kind: Callable[[Path, File], F]) -> F:
+        """The tensors of the totals, as a file of this kind; totals/fold.py says what they are."""
         totals = self._totals()
-        return self.folder / totals_name(totals.number) / SUMS, totals.files[SUMS]
+        name = f"{totals_name(totals.number)}/{SUMS}"
+        opened = self._open(kind, name, totals.files[SUMS], self._check_totals)
+        try:
+            for tensor in opened:
+                self._check_total(tensor, opened.shape(tensor))
+        except (ValueError, LookupError):
+            raise StoreDamagedError(f"{opened.path} is damaged: {tensor!r} does not fit the manifest.") from None
+        return opened
+
+    def _check_totals(self, label: Label) -> None:
+        """Raise ValueError unless a file of totals was written for those that the manifest names."""
+        totals = self._totals()
+        require_session(label, self.manifest.sessions_at(totals.step))
+        require_equal(label, totals_about(totals))
+
+    def _check_total(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless a tensor of the totals is of the right shape."""
+        totals = self._totals()
+        first, second, *rest = name.split(".")
+        if first in ("initial", "now", "negative"):
+            return
+        groups = totals.files[groups_name(int(first))].lines or 0
+        if second.startswith("p"):
+            lines, expected = groups + ("rest" in rest), self.manifest.parameters[int(second[1:])].shape
+        else:
+            width = (self.manifest.layers[int(second)].d_in,)
+            lines, expected = groups, width if rest == ["keys"] else ()
+        if not shape or shape[0] > lines or shape[1:] != expected:
+            raise ValueError
 
     def groups(self, grouping: int) -> pl.DataFrame:
         """The groups of a grouping, in the order of their numbers."""
         if grouping not in self._group_tables:
-            totals, name = self._totals(), groups_name(grouping)
-            path = self.folder / totals_name(totals.number) / name
-            self._group_tables[grouping] = self._read_table(path, totals.files[name])
+            totals = self._totals()
+            file = totals.files[groups_name(grouping)]
+            name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
+            types = schema([Column(column.name, column.type, "row") for column in self.manifest.columns])
+            expected = {column: types[column] for column in totals.groupings[grouping].columns}
+            table = self._read_table(name, file, self._check_totals)
+            if dict(table.schema) != expected:
+                raise StoreDamagedError(f"{self.folder / name} is damaged: its columns are not those of the manifest.")
+            self._group_tables[grouping] = table
         return self._group_tables[grouping]
 
     def grouping(self, columns: Collection[str], step: int, *, deltas: bool, subset: bool = False) -> int | None:
@@ -127,19 +213,102 @@ class Sealed:
             )
         return self.manifest.totals
 
-    def _read_table(self, path: Path, file: File) -> pl.DataFrame:
-        data = path.read_bytes()
-        if checksum(data) != file.checksum:
-            raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
-        return pl.read_parquet(io.BytesIO(data))
-
-    def _check_size(self, path: Path, file: File) -> None:
+    def _open(self, kind: Callable[[Path, File], F], name: str, file: File, check: Callable[[Label], object]) -> F:
+        """Open a file of tensors, by its path within the store. check: what to ask of its label."""
         try:
-            size = path.stat().st_size
-        except OSError:
-            raise StoreDamagedError(f"{path} is missing, though the manifest names it.") from None
-        if size != file.size:
-            raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
+            opened = kind(self.folder / name, file)
+            self._check_label(name, opened.label, check)
+        except StoreError as error:
+            raise self._explained(name, error) from error.__cause__
+        return opened
+
+    def _read_table(self, name: str, file: File, check: Callable[[Label], object]) -> pl.DataFrame:
+        """Read a table, by its path within the store. check: what to ask of its label."""
+        path = self.folder / name
+        try:
+            with reading(path):
+                data = read_regular(path)
+            if checksum(data) != file.checksum:
+                raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
+            self._check_table(name, data, file, check)
+        except StoreError as error:
+            raise self._explained(name, error) from error.__cause__
+        try:
+            return pl.read_parquet(io.BytesIO(data))
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+            raise StoreDamagedError(f"{path} is damaged: Polars cannot read it ({error}).") from None
+
+    def _check_table(self, name: str, data: bytes, file: File, check: Callable[[Label], object]) -> None:
+        """Compare what a table says about itself with the manifest, before any of it is decoded."""
+        path = self.folder / name
+        try:
+            described = describe(data)
+        except ValueError as error:
+            raise StoreDamagedError(f"{path} is damaged: {error}.") from None
+        if described.lines != file.lines:
+            raise StoreDamagedError(
+                f"{path} is damaged: it has {described.lines:,} lines, the manifest says {file.lines:,}."
+            )
+        self._check_label(name, described.metadata.get(LABEL), check)
+        most = table_limit(self.nbytes)
+        if name not in self._table_bytes:
+            self._table_bytes[name] = described.nbytes
+            self._all_table_bytes += described.nbytes
+        if self._all_table_bytes > most:
+            raise StoreDamagedError(
+                f"{path} is damaged: with the tables that were read before, it would take more than {most:,} bytes of memory."
+            )
+
+    def _check_label(self, name: str, text: str | None, check: Callable[[Label], object]) -> None:
+        try:
+            check(self._labels.read(text, name))
+        except ValueError as error:
+            raise StoreDamagedError(f"{self.folder / name} is not the file that the manifest names: {error}.") from None
+
+    def _check_folder(self, name: str) -> None:
+        path = self.folder / name
+        try:
+            with reading(path):
+                check_regular(path, os.lstat(path), folder=True)
+        except StoreError as error:
+            raise self._explained(name, error) from error.__cause__
+
+    def _check_size(self, name: str, file: File) -> None:
+        path = self.folder / name
+        try:
+            with reading(path):
+                status = os.lstat(path)
+            check_regular(path, status)
+            if status.st_size != file.size:
+                raise StoreDamagedError(
+                    f"{path} is damaged: it has {status.st_size:,} bytes, the manifest says {file.size:,}."
+                )
+        except StoreError as error:
+            raise self._explained(name, error) from error.__cause__
+
+    def _explained(self, name: str, error: StoreError) -> StoreError:
+        """Why a file is not as the manifest says: has the recording changed since the manifest was read, or is the file damaged?"""
+        again = "Open it again."
+        try:
+            now = load_manifest(self.folder)
+        except StoreMissingError:
+            return StoreChangedError(
+                f"{self.folder} has no manifest any more: the recording is being overwritten, or was removed, since it was opened."
+            )
+        except StoreError:
+            return error
+        if now.run != self.manifest.run:
+            return StoreChangedError(
+                f"another recording has replaced that in {self.folder} since it was opened. {again}"
+            )
+        before = [file for known, file in self.manifest.files() if known == name or known.startswith(f"{name}/")]
+        after = [file for known, file in now.files() if known == name or known.startswith(f"{name}/")]
+        if before != after:
+            return StoreChangedError(
+                f"the recording in {self.folder} has changed since it was opened ({name} is another one now): it was resumed from an "
+                f"earlier step, or its totals were built again. {again}"
+            )
+        return error
 
 
 def _padded(manifest: Manifest) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,11 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
+from dualform.store.contents import check_blocks
 from dualform.store.encoding import Encoded, decode
-from dualform.store.format import BLOCK_FIELDS, NO_ROW, Chunk
+from dualform.store.format import NO_ROW, Chunk
 from dualform.store.heap import Room
+from dualform.store.labels import Label
 from dualform.store.mapped import TensorFile
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -42,18 +45,28 @@ class SlotChunk:
     number: int
     layer: Layer
     first_slot: int
+    end_key: int
+    """Its slots name only keys with a lower number: those of this chunk and of chunks before it."""
     chunk: Chunk
+    written: Label
+    """What the chunk's files hold, which may be more than what counts."""
     end_step: int | None
 
     @cached_property
     def blocks(self) -> Ints:
         """(blocks, 7): step, backward, call, first_row, rows, positions, arrival; up to end_step."""
         table: Ints = self.file[f"{self.number}.blocks"].numpy()
-        if table.ndim == 2 and table.shape[1] == len(BLOCK_FIELDS):
-            table = table[table[:, 0] < self.chunk.end_step]
-            if int((table[:, 4] * table[:, 5]).sum()) == self.chunk.slots[self.number]:
-                return table if self.end_step is None else table[table[:, 0] < self.end_step]
-        raise StoreDamagedError(f"{self.file.path} is damaged: the blocks of {self.layer.name!r} do not add up.")
+        try:
+            check_blocks(table, self.layer, self.written["slots"][self.number], self.written)
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+        table = table[table[:, 0] < self.chunk.end_step]
+        if int((table[:, 4] * table[:, 5]).sum()) != self.chunk.slots[self.number]:
+            raise self._damaged(f"the blocks of {self.layer.name!r} do not add up")
+        return table if self.end_step is None else table[table[:, 0] < self.end_step]
+
+    def _damaged(self, why: str) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.file.path} is damaged: {why}.")
 
     @cached_property
     def counts(self) -> Ints:
@@ -106,7 +119,12 @@ class SlotChunk:
     def key_numbers(self) -> Ints | None:
         """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order."""
         name = f"{self.number}.key_numbers"
-        return self.file[name][: self.slots].numpy() if name in self.file else None
+        if name not in self.file:
+            return None
+        numbers: Ints = self.file[name][: self.slots].numpy()
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.end_key):
+            raise self._damaged(f"a slot of {self.layer.name!r} names a key that is not there")
+        return numbers
 
     @cached_property
     def silent(self) -> Bools | None:
@@ -127,7 +145,22 @@ class SlotChunk:
     def shapes(self) -> Ints:
         """(blocks, …), for feature maps: how many there are for each row, and their size."""
         shapes: Ints = self.file[f"{self.number}.shapes"].numpy()[: len(self.blocks)]
+        self._check_maps(shapes)
         return shapes
+
+    def _check_maps(self, shapes: Ints) -> None:
+        """Whether there are as many feature maps, and patches in them, as the blocks say."""
+        assert self.layer.geometry is not None
+        maps = numbers = 0
+        for (each, *size), rows, positions in zip(shapes.tolist(), *self.blocks[:, 4:6].T.tolist(), strict=True):
+            patches = math.prod(self.layer.geometry.positions(tuple(size)))
+            if each < 0 or min(size) < 0 or each * patches != positions:
+                raise self._damaged(f"the feature maps of {self.layer.name!r} do not have as many patches as slots")
+            maps += rows * each
+            numbers += rows * each * self.layer.geometry.channels * math.prod(size)
+        stored = self.file.shape(f"{self.number}.keys")[0]
+        if maps > self.written["keys"][self.number] or numbers > stored:
+            raise self._damaged(f"there are fewer feature maps of {self.layer.name!r} than its slots need")
 
     @property
     def stored_keys(self) -> int:
@@ -165,12 +198,18 @@ class SlotChunk:
         if self.layer.form == "maps":
             return self._maps(dtype, low, self.slots if high is None else high)
         if self.layer.form == "numbers":
-            return Numbers(
-                self.file[f"{self.number}.keys"][low : self.slots if high is None else high], self.layer.d_in, dtype
-            )
+            return Numbers(self._places[low : self.slots if high is None else high], self.layer.d_in, dtype)
         if self.key_numbers is not None:
             return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
         return Vectors(self._vectors("key", dtype, low, high))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """(slots, 1): the places of the ones in one-hot keys; −1: a key of zeros."""
+        places = self.file[f"{self.number}.keys"]
+        if len(places) and not (int(places.min()) >= -1 and int(places.max()) < self.layer.d_in):
+            raise self._damaged(f"a key of {self.layer.name!r} is not among its {self.layer.d_in} inputs")
+        return places
 
     def some_keys(self, places: Ints, room: Room) -> Tensor:
         """The keys (vectors) of some slots, by their places in ascending order."""

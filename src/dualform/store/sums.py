@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualform.store.folder import flush_folder, publish, write_table
 from dualform.store.format import SUMS, Grouping, Manifest, Totals, groups_name, totals_name
+from dualform.store.labels import Labels, totals_about
 from dualform.store.safe import write_tensors
 
 
@@ -37,13 +38,19 @@ def write_totals(folder: Path, manifest: Manifest, new: NewTotals) -> Manifest:
     target, unfinished = folder / totals_name(number), folder / f".{totals_name(number)}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    files = {SUMS: write_tensors(unfinished / SUMS, {name: [t.numpy()] for name, t in new.tensors.items()})}
+    totals = Totals(number, new.step, new.rows, tuple(new.groupings), files={})
+    names = [SUMS, *(groups_name(grouping) for grouping in range(len(new.groups)))]
+    writer = Labels(manifest)
+    labels = {name: writer.write(f"{target.name}/{name}", totals_about(totals)) for name in names}
+    tensors = {name: [tensor.numpy()] for name, tensor in new.tensors.items()}
+    files = {SUMS: write_tensors(unfinished / SUMS, tensors, labels[SUMS])}
     for grouping, table in enumerate(new.groups):
-        files[groups_name(grouping)] = write_table(unfinished / groups_name(grouping), table)
+        name = groups_name(grouping)
+        files[name] = write_table(unfinished / name, table, labels[name])
     flush_folder(unfinished)
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
-    written = replace(manifest, totals=Totals(number, new.step, new.rows, tuple(new.groupings), files))
+    written = replace(manifest, totals=replace(totals, files=files))
     publish(folder, written)
     for path in folder.glob("totals-*"):
         if path.name != target.name:

@@ -11,23 +11,9 @@ import polars as pl
 
 from dualform.store.format import Column
 from dualform.store.records import ColumnValues, Rows, Step
+from dualform.store.schema import TYPES, UPDATE_TYPES, schema
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-TYPES: dict[str, pl.DataType] = {
-    "Int64": pl.Int64(),
-    "Float64": pl.Float64(),
-    "String": pl.String(),
-    "Boolean": pl.Boolean(),
-}
-
-
-def schema(columns: Sequence[Column]) -> dict[str, pl.DataType]:
-    """The Polars types of the row table, `step` first."""
-    types: dict[str, pl.DataType] = {"step": pl.Int64()}
-    for column in columns:
-        inner = TYPES[column.type]
-        types[column.name] = inner if column.per == "row" else pl.List(inner)
-    return types
 
 
 def rows_table(steps: Sequence[Step], columns: Sequence[Column]) -> pl.DataFrame:
@@ -105,13 +91,9 @@ def steps_table(steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame(table)
 
 
-FIXED = {"step", "parameter", "optimizer", "factors", "residual", "size", "after", "gradient_kept"}
-"""The columns of the updates that are no settings."""
-
-
 def settings_of(updates: pl.DataFrame) -> dict[str, Floats]:
     """The settings of some updates of one parameter, (updates,) each."""
-    columns = [name for name in updates.columns if name not in FIXED and updates[name].null_count() == 0]
+    columns = [name for name in updates.columns if name not in UPDATE_TYPES and updates[name].null_count() == 0]
     return {name: updates[name].to_numpy().astype(np.float64) for name in columns}
 
 

@@ -21,11 +21,13 @@ from torch import Tensor
 from dualform.errors import WriterError
 from dualform.layers.streams import Layer
 from dualform.store import tables
+from dualform.store.access import cure_of, writing
 from dualform.store.chunks import slot_tensors
 from dualform.store.encoding import Pool
 from dualform.store.equal import EqualKeys
 from dualform.store.folder import flush_folder, lock, publish, write_table
 from dualform.store.format import (
+    CHUNK_FILES,
     ROWS,
     SLOTS,
     STEPS,
@@ -38,6 +40,7 @@ from dualform.store.format import (
     chunk_name,
     snapshot_name,
 )
+from dualform.store.labels import Labels, chunk_about
 from dualform.store.reader import Store
 from dualform.store.records import Step
 from dualform.store.safe import write_tensors
@@ -68,13 +71,17 @@ class Writer:
         seal_seconds: float = 30.0,
     ):
         self.folder = folder
+        manifest = manifest.with_session()
         self.manifest = manifest  # changed by the background thread alone
         self._columns = manifest.columns
         self._left_out: dict[str, str] = {}
         self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
         self._lock_file = lock(folder)
         self._pool = pool
+        self._labels = Labels(manifest)
         self._equal = _equal_keys(folder, manifest)
+        self._slots = [sum(chunk.slots[n] for chunk in manifest.chunks) for n in range(len(manifest.layers))]
+        """By layer number: how many slots are sealed."""
         self._inbox: queue.SimpleQueue[
             list[Step] | tuple[int | NewTotals, dict[str, Tensor]] | NewLayer | threading.Event | str | None
         ] = queue.SimpleQueue()
@@ -91,7 +98,8 @@ class Writer:
         self._sealed_at = time.monotonic()
         # There is never a manifest without the weights it began with
         try:
-            self._publish(self._with_snapshot(manifest.end_step, weights))
+            with writing(folder):
+                self._publish(self._with_snapshot(manifest.end_step, weights))
         except BaseException:
             self.abandon()
             raise
@@ -161,7 +169,7 @@ class Writer:
         """Raise what went wrong in the background, if anything did."""
         if self._failure is not None:
             raise WriterError(
-                f"writing {self.folder} failed: {self._failure}. The store holds what was sealed before, up to step "
+                f"writing {self.folder} failed: {self._failure}.{cure_of(self._failure)} The store holds what was sealed before, up to step "
                 f"{self.manifest.end_step}; it opens with dualform.open()."
             ) from self._failure
 
@@ -201,12 +209,14 @@ class Writer:
                     layers, parameters = self.manifest.layers, self.manifest.parameters
                     left_out = {name: why for name, why in self.manifest.left_out.items() if name != item.module}
                     self._equal += [EqualKeys() for _ in item.layers]
+                    self._slots += [0 for _ in item.layers]
                     self.manifest = replace(
                         self.manifest,
                         layers=(*layers, *item.layers),
                         parameters=(*parameters, *item.parameters),
                         left_out=left_out,
                     )
+                    self._labels = Labels(self.manifest)
                 else:
                     moment, weights = item
                     self._seal()
@@ -215,7 +225,9 @@ class Writer:
                         self._publish(write_totals(self.folder, replace(manifest, columns=self._columns), moment))
                         self._release(moment.nbytes)
                     else:
-                        self._publish(self._with_snapshot(moment, weights))
+                        # A snapshot of steps that never arrived would be of no use
+                        if moment <= self.manifest.end_step or self.manifest.keep == "totals":
+                            self._publish(self._with_snapshot(moment, weights))
                         self._release(sum(t.nbytes for t in weights.values()))
                     self._remove_old_snapshots()
         except BaseException as failure:
@@ -255,28 +267,33 @@ class Writer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         rows = tables.rows_table(steps, columns)
-        before = [equal.stored for equal in self._equal]
+        first_keys = [equal.stored for equal in self._equal]
         tensors, slots = slot_tensors(steps, self._equal)
-        keys = tuple(equal.stored - stored for equal, stored in zip(self._equal, before, strict=True))
-        files = {SLOTS: write_tensors(unfinished / SLOTS, tensors)}
+        keys = tuple(equal.stored - before for equal, before in zip(self._equal, first_keys, strict=True))
+        chunk = Chunk(steps[0].number, steps[-1].number + 1, self._next_row, rows.height, slots, keys, files={})
+        place = chunk_about(chunk, self._slots, first_keys)
+        labels = {name: self._labels.write(f"{chunk_name(number)}/{name}", place) for name in CHUNK_FILES}
+        files = {SLOTS: write_tensors(unfinished / SLOTS, tensors, labels[SLOTS])}
         for name, table in (
             (ROWS, rows),
             (UPDATES, tables.updates_table(steps)),
             (STEPS, tables.steps_table(steps)),
         ):
-            files[name] = write_table(unfinished / name, table)
+            files[name] = write_table(unfinished / name, table, labels[name])
         flush_folder(unfinished)
         shutil.rmtree(self.folder / chunk_name(number), ignore_errors=True)  # left by a run that was resumed earlier
         unfinished.rename(self.folder / chunk_name(number))
-        first_row, self._next_row = self._next_row, self._next_row + rows.height
-        return Chunk(steps[0].number, steps[-1].number + 1, first_row, rows.height, slots, keys, files)
+        self._next_row += rows.height
+        self._slots = [before + new for before, new in zip(self._slots, slots, strict=True)]
+        return replace(chunk, files=files)
 
     def _with_snapshot(self, step: int, tensors: dict[str, Tensor]) -> Manifest:
         """Write a snapshot; gives the manifest that names it."""
         if any(snapshot.step == step for snapshot in self.manifest.snapshots):
             return self.manifest  # the same weights; a named file is never written again
         name = snapshot_name(step)
-        file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()})
+        label = self._labels.write(name, {})
+        file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()}, label)
         (self.folder / f".{name}").replace(self.folder / name)
         kept = self.manifest.snapshots
         if self.manifest.keep == "totals":  # disk does not grow with the number of steps

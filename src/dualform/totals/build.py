@@ -14,12 +14,14 @@ import torch
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
+from dualform.store.access import writing
 from dualform.store.folder import locked
 from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
 from dualform.store.reader import Store
+from dualform.store.schema import schema
 from dualform.store.slots import SlotChunk
 from dualform.store.sums import NewTotals, write_totals
-from dualform.store.tables import factor_table, schema, settings_of
+from dualform.store.tables import factor_table, settings_of
 from dualform.totals.fold import OF, Accumulated, Ints, Piece, Updates
 from dualform.totals.groups import Numbering
 
@@ -63,7 +65,9 @@ def build_totals(
         old = store.manifest.totals
         others = [g for g in old.groupings if g.columns != columns] if old and old.step == store.end_step else []
         groupings = [*others, Grouping(columns, kind)]
-        write_totals(folder, store.manifest, _fold(store, groupings, progress))
+        totals = _fold(store, groupings, progress)
+        with writing(folder):
+            write_totals(folder, store.manifest, totals)
 
 
 def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, int, int], None] | None) -> NewTotals:

@@ -43,7 +43,7 @@ class Kept:
     def __init__(self, about: beside.Beside, store: Sealed, grouping: int, weights: _Weights):
         self.text, self._about = about.text, about
         self._store, self._grouping, self._weights = store, grouping, weights
-        self._totals = ArrayFile(*store.totals_file())
+        self._totals = store.open_totals(ArrayFile)
 
     def ask(
         self,
@@ -91,7 +91,7 @@ class _Weights:
     """The weights at the end of the recording."""
 
     def __init__(self, store: Sealed):
-        self._file = ArrayFile(*store.snapshot_file(store.end_step))
+        self._file = store.open_snapshot(ArrayFile, store.end_step)
 
     def __getitem__(self, name: str) -> Floats:
         return self._file[f"model.{name}"]
