@@ -88,6 +88,19 @@ class Sums(NamedTuple):
     """The same by their values, if that is known."""
 
 
+def _without_unused_null(sums: Sums) -> Sums:
+    """Without the group of slots that have no row, unless the layer has such slots: kept totals have it for all layers."""
+    is_null = sums.values.select(pl.all_horizontal(pl.all().is_null())).to_series()
+    place = is_null.arg_max()
+    if place is None or not is_null[place]:
+        return sums
+    if bool(sums.visits[place]) or bool(sums.totals[:, place].any()):
+        return sums
+    others = np.flatnonzero(~is_null.to_numpy())
+    numbers = torch.from_numpy(others)
+    return Sums(sums.values[others], sums.totals[:, numbers], sums.visits[numbers], sums.described[others])
+
+
 def _sorted(values: pl.DataFrame) -> Sorted:
     found = values.with_row_index(" place").sort(values.columns)
     return Sorted(found[" place"].to_numpy().astype(np.int64), found.drop(" place"))
@@ -343,7 +356,7 @@ class Answer(ABC):
                     lambda: ((chosen := view.groups.select(columns)), _sorted(chosen)),
                     self._end,
                 )
-                return Sums(known, totals, view.visits(self.layer), known, ordered)
+                return _without_unused_null(Sums(known, totals, view.visits(self.layer), known, ordered))
         also = (" of sizes (absolute)" if absolute else "") + (" with where=" if where is not None else "")
         also += " with silent=True" if self._silent else ""
         self._needs_scan(f"totals by {'+'.join(columns)}{also}")
