@@ -186,7 +186,7 @@ def _live(
         progress.phase = "close"
     if scenario.on_write_error == "raise":
         progress.promised = training.done
-    if expected.kind.keeps_slots and not expected.kind.has_totals:
+    if expected.kind.keeps_slots and not expected.kind.has_totals and scenario.on_write_error == "raise":
         progress.phase = "totals"
         dualform.build_totals(folder, "label")
     progress.phase = "ended"

@@ -111,8 +111,12 @@ static void die(void) {
     for (;;) pause();
 }
 
-static int needs_room(enum kind kind) {
-    return kind == CREATE || kind == WRITE || kind == FSYNC || kind == RENAME || kind == MKDIR;
+/* Whether a call can meet with this: only writes are short, and a full disk refuses only what needs room. */
+static int applies(enum action action, enum kind kind) {
+    if (action == SHORT) return kind == WRITE;
+    if (action == FAIL && control->error == ENOSPC)
+        return kind == CREATE || kind == WRITE || kind == FSYNC || kind == RENAME || kind == MKDIR;
+    return action != NOTHING;
 }
 
 /* What to do with this call. Calls are ordered by the lock, which is held until leave(). */
@@ -123,9 +127,8 @@ static enum action enter(enum kind kind, const char *path) {
     if (control->act_at && number == control->act_at)
         action = control->action;
     else if (control->act_at && number > control->act_at && control->persistent)
-        if (control->error != ENOSPC || needs_room(kind))
-            action = control->error ? FAIL : SHORT;
-    if (action == NOTHING) return action;
+        action = control->error ? FAIL : SHORT;
+    if (!applies(action, kind)) return NOTHING;
     if (!control->acted) {
         control->acted = kind;
         snprintf(control->path, sizeof control->path, "%s", path);
