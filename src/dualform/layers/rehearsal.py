@@ -294,6 +294,7 @@ def _same_random_numbers(module: nn.Module) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no inner modules
     try:
         with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(SHUFFLING_SEED)  # other threads may draw between two runs
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)

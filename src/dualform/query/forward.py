@@ -42,8 +42,8 @@ class Run:
     target: Tensor
 
 
-_RUNNING: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""Hooks see every call of a module, whoever calls it."""
+_ONE_MODEL_AT_A_TIME = RLock()
+"""Hooks see every call of a module, whoever calls it; and models that draw random numbers share one random state."""
 _PROOFS: WeakKeyDictionary[nn.Module, Proofs] = WeakKeyDictionary()
 """Where the examples are in the inputs of each model's layers."""
 
@@ -57,11 +57,11 @@ def run(
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
     gradients: bool = False,
 ) -> Run:
-    """Run a model in evaluation mode. Threads that share it wait for each other.
+    """Run a model in evaluation mode. Threads wait for each other.
 
     batch_axis: what the recording was told of where rows are.
     """
-    with _RUNNING.setdefault(model, RLock()):
+    with _ONE_MODEL_AT_A_TIME:
         count = _rows(inputs, batch_axis.get("")) if rows is None else rows
         return _run(model, layers, inputs, count, batch_axis, target, gradients)
 

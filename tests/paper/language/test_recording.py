@@ -32,7 +32,7 @@ def test_all_slots_stay_within_their_bound(tmp_path, story, monkeypatch):
     slots = sum(
         chunk.files["slots.safetensors"].size for chunk in dualform.open(tmp_path / "run").store.manifest.chunks
     )
-    assert 0 < slots - 3 * SETTINGS.slot_bytes < 2000  # header, blocks and gradients of the biases
+    assert 0 < slots - 3 * SETTINGS.slot_bytes < 3000  # header with its label, blocks and gradients of the biases
 
 
 def test_no_longer_than_this(tmp_path, story):
