@@ -3,10 +3,12 @@
 import shutil
 
 import pytest
+import torch
 from inconsistent import answers, network, record
 
 import dualform
 from dualform.errors import StoreChangedError, StoreDamagedError, StoreError
+from dualform.record import resuming
 from dualform.store import sealed
 from dualform.store.format import MANIFEST, load_manifest
 
@@ -194,3 +196,18 @@ def test_a_manifest_that_cannot_be_read_now_hides_no_damage(run):
 def test_the_error_is_a_store_error():
     assert issubclass(StoreChangedError, StoreError)
     assert not issubclass(StoreChangedError, StoreDamagedError)
+
+
+def test_a_run_that_is_resumed_again_and_again_at_the_same_step(run):
+    """The first to go on writes the snapshot of that step, which all others keep."""
+    data = resuming.manifest(run, 7)
+    (run / MANIFEST).write_bytes(data.dump())
+    model = network()
+    weights = dualform.open(run, model).at_step(7).state_dict()
+    for _ in range(3):
+        model.load_state_dict(weights)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        dualform.record(model, optimizer, run, resume=7).close()
+        assert 7 in dualform.open(run).store.snapshot_steps()
+        assert dualform.open(run).store.snapshot(7)
+    assert answers(run)

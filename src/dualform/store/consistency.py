@@ -139,7 +139,8 @@ def _width(ranges: Sequence[int], whole: int) -> int:
 
 def _check_sessions(manifest: Manifest) -> None:
     steps = [session.first_step for session in manifest.sessions]
-    if steps[:1] != [0] or steps != sorted(set(steps)) or steps[-1] > manifest.end_step:
+    _distinct("sessions", [session.name for session in manifest.sessions])
+    if steps[:1] != [0] or steps != sorted(steps) or steps[-1] > manifest.end_step:
         raise ValueError(
             f"its sessions begin at steps {_short(steps)}; expected 0 and later ones, up to {manifest.end_step}"
         )

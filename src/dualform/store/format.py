@@ -193,7 +193,8 @@ class Manifest:
 
     def with_session(self) -> Manifest:
         """The manifest of a new session, which goes on after the last sealed step."""
-        kept = [session for session in self.sessions if session.first_step < self.end_step]
+        # One that began at this very step may have written the snapshot of it, which stays
+        kept = [session for session in self.sessions if session.first_step <= self.end_step]
         return dataclasses.replace(self, sessions=(*kept, Session(secrets.token_hex(8), self.end_step)))
 
     def session_of(self, step: int) -> str | None:
@@ -202,9 +203,11 @@ class Manifest:
         return names[-1] if names else None
 
     def sessions_at(self, step: int) -> set[str]:
-        """The sessions that may have written down how things were after `step` updates: the one that ended there, the one that began."""
-        names = self.session_of(step - 1), self.session_of(step)
-        return {name for name in names if name is not None}
+        """The sessions that may have written down how things were after `step` updates: the one that recorded the last of them, and
+        those that began there."""
+        began = {session.name for session in self.sessions if session.first_step == step}
+        before = self.session_of(step - 1)
+        return began if before is None else began | {before}
 
     def files(self) -> Iterator[tuple[str, File]]:
         """All files that it names: the path of each within the store, and what the file must look like."""
