@@ -32,8 +32,8 @@ from dualform.layers.streams import joined
 
 SHUFFLING_SEED = 2
 """With this seed, neither random.shuffle nor np.random.permutation leaves few rows as they are: a model may shuffle its rows."""
-_SORTING = {"sort", "argsort", "topk", "kthvalue"}
-"""Operators that may reorder rows by what is in them, along one axis."""
+_SORTING = {"sort", "topk"}
+"""Operators that may reorder rows by what is in them, along one axis; they give values and where these came from."""
 _SELECTING = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim"}
 """Operators that may select rows by what is in them."""
 
@@ -158,7 +158,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _address(tensor) in self._protected:
                 raise WouldChangeTrainingError(f"its forward pass writes to a parameter or buffer ({func})")
         name = _name_of(func)
-        if self._orders_rows(func, args, named):
+        if self._selects_rows(func, args):
             self.ordered_by = name
         if name == "bernoulli_":
             return args[0].fill_(1)
@@ -168,15 +168,20 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **named).sort().values.roll(1)
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        return func(*_without_dropout(func, args), **named)
+        output = func(*_without_dropout(func, args), **named)
+        if name in _SORTING and self._might_sort_rows(output[1], _argument(func, args, named, "dim")):
+            self.ordered_by = name
+        return output
 
-    def _orders_rows(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _might_sort_rows(self, indices: Tensor, axis: int) -> bool:
+        """Whether rows may have been sorted that were in order already. Where they were not, the experiment shows what becomes of that."""
+        if not indices.dim() or not self._may_be_rows(indices.shape[axis]) or _is_packing():
+            return False
+        in_order = torch.arange(indices.shape[axis], device=indices.device)
+        return bool((indices.movedim(axis, -1) == in_order).all())
+
+    def _selects_rows(self, func: Any, args: Any) -> bool:
         name = _name_of(func)
-        if name in _SORTING:
-            axis = _argument(func, args, kwargs, "dim")
-            tensor = args[0]
-            may_hold_rows = tensor.dim() > 0 and self._may_be_rows(tensor.shape[axis])
-            return may_hold_rows and not _is_packing()
         if name in _SELECTING:
             return any(map(self._may_be_rows, args[0].shape))
         if name == "index":  # x[mask]
