@@ -33,7 +33,7 @@ def test_a_study_by_its_name():
         "tiny": "expected MODULE:NAME",
         "tiny:nothing": "cannot be found",
         "no_such:study": "cannot be found",
-        "tiny:SAMPLES": "is int; expected a dualform.Study",
+        "tiny:SAMPLES": "of type int; expected a dualform.Study",
     }.items():
         with pytest.raises(QuestionError, match=why):
             find(named, dualform.Study, "a dualform.Study")

@@ -118,3 +118,8 @@ def test_packed_sequences_are_moved():
     padded, found = pad_packed_sequence(moved(packed, placement), batch_first=True)
     assert found.tolist() == lengths[ORDER].tolist()
     assert torch.equal(padded[0, :1], x[2, :1])
+
+
+def test_the_state_of_an_lstm_is_no_list_of_two_rows():
+    state = (torch.zeros(1, 2, 6), torch.zeros(1, 2, 6))
+    assert placements(((torch.zeros(2, 10, 4), state), {}), 2)[0] == Placement((0, 1, 1))

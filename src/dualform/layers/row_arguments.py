@@ -122,8 +122,12 @@ def _nested(value: object) -> Iterator[object]:
 
 
 def _is_list_of_rows(value: object, rows: int) -> bool:
-    is_list = isinstance(value, list) or type(value) is tuple
-    return is_list and len(value) == rows  # type: ignore[arg-type]
+    if isinstance(value, list):
+        return len(value) == rows
+    if type(value) is not tuple or len(value) != rows:
+        return False
+    # A pair of tensors that hold the rows themselves, such as the state of an LSTM, is no pair of rows
+    return not all(isinstance(entry, Tensor) and rows in entry.shape for entry in value)
 
 
 def _axes_outside_lists(value: object, rows: int, *, is_argument_list: bool = True) -> list[int | None]:
