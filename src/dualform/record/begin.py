@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.layers.row_proof import BatchAxes
+from dualform.layers.row_proof import Told
 from dualform.record import optimizers, resuming
 from dualform.record.books import Books
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
@@ -125,9 +125,9 @@ def record(
         chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     errors = keep != "totals" or any(grouping.kind != "keys" for grouping in wanted)
-    owners = {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers}
+    told = Told(axes, {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers})
     names = {module: name for name, module in model.named_modules()}
-    rows = RowFinder(BatchAxes(axes, owners), names, check=check_rows, on_unclear=on_unclear_rows)
+    rows = RowFinder(told, names, check=check_rows, on_unclear=on_unclear_rows)
     ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
