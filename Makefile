@@ -8,9 +8,9 @@ READY := $(VENV)/.ready
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
-$(READY): pyproject.toml constraints.txt $(wildcard src/dualform/native/*.[ch])
+$(READY): pyproject.toml paper/pyproject.toml constraints.txt $(wildcard src/dualform/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./paper
 	@touch $@
 
 demo: $(READY) ## train the digits network with recording, verify it, show where predictions come from
@@ -32,7 +32,7 @@ fix: $(READY) ## format and mend what can be mended by itself
 
 BENCHES := recording certificate exactness table1 top totals masks contributions adamw tracin memory disk growth influence
 bench: $(READY) ## measure everything beside peers and limits (an hour, 25 GB of disk in runs/bench; needs the data folder)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' -e ./paper
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py || exit 1; done
 	$(BIN)/python bench/figure.py
 

@@ -29,15 +29,16 @@ import polars as pl
 import torch
 
 import dualform
-from dualform.paper.language import beside, kept
-from dualform.paper.language.asking import Recorded
-from dualform.paper.language.recording import options as recording_options
-from dualform.paper.language.settings import settings_for
-from dualform.paper.language.text import load
-from dualform.paper.language.training import adam, batch_of, initial_model
-from dualform.paper.language.ways import compare
+from dualform.language.description import COLUMN, Description, write_description
+from dualform.language.from_totals import find_totals
+from dualform.language.recorded import RecordedLanguageModel
 from dualform.store.format import Grouping, load_manifest
 from dualform.store.sums import NewTotals, write_totals
+from dualform_paper.language.corpora import load
+from dualform_paper.language.recording import options as recording_options
+from dualform_paper.language.settings import settings_for
+from dualform_paper.language.training import adam, batch_of, initial_model
+from dualform_paper.language.ways import compare
 
 
 def cost(name: str, size: str, steps: int, predicted: float) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def cost(name: str, size: str, steps: int, predicted: float) -> dict[str, Any]:
 
 def passages(run: Path, prompt: str, repeats: int) -> dict[str, Any]:
     commands = [_command(run, prompt) for _ in range(repeats + 1)][1:]
-    recorded, totals = Recorded(run), kept.find(run)
+    recorded, totals = RecordedLanguageModel(run), find_totals(run)
     assert totals is not None, f"{run} has no totals per position"
     first, _ = _timed(lambda: totals.ask(prompt))
     recorded.ask(prompt)
@@ -89,7 +90,7 @@ def made(folder: Path) -> None:
     positions = len(text.train)
     options = recording_options(text, settings, "totals")
     with dualform.record(model, adam(model, settings), folder, **options):
-        beside.write(folder, beside.Beside(text, model.shape))
+        write_description(folder, Description(text, model.shape))
     steps = (batch_of(text.train.ids, n, settings).positions for n in itertools.count())
     order = np.concatenate([next(steps).flatten() for _ in range(-(-positions // settings.tokens) + 1)])
     places = order[np.sort(np.unique(order, return_index=True)[1])]
@@ -101,9 +102,9 @@ def made(folder: Path) -> None:
         "0.0.visits": torch.full((positions,), 3),
         "negative.0": torch.ones(1, dtype=torch.bool),
     }
-    groups = pl.DataFrame({beside.COLUMN: places})
+    groups = pl.DataFrame({COLUMN: places})
     manifest = load_manifest(folder)
-    grouping = Grouping((beside.COLUMN,), "keys")
+    grouping = Grouping((COLUMN,), "keys")
     write_totals(folder, manifest, NewTotals(manifest.end_step, positions, [grouping], tensors, [groups]))
 
 

@@ -4,7 +4,7 @@ python bench/quality.py lds --rows digits-sgd,… [--seeds 2] [--views whitened,
 python bench/quality.py flips | few | patch
 python bench/quality.py table
 
-Needs `pip install '.[bench]'` and DUALFORM_DATA with mnist/, fashion-mnist/ and aesop/. Trainings, recordings and scores are kept in
+Needs `pip install '.[bench]' ./paper` and DUALFORM_DATA with mnist/, fashion-mnist/ and aesop/. Trainings, recordings and scores are kept in
 the folder, and what is there is not made again. `table` prints docs/quality.md's tables from bench/results/quality.json.
 """
 

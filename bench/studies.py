@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.data import images
 from dualform.evaluate.study import LogLikelihood, Margin, Study
+from dualform_paper.data import images
 
 TESTS = 100
 PASSAGE = 32

@@ -2,7 +2,7 @@
 
     python scripts/code_metrics.py [--files]
 
-The core is everything but the paper, figures, evaluation, the page, the command line and the demo. Docstrings, comments and blank lines do
+The core is everything in `src` but figures, language, evaluation, the page, the command line and the demo. Docstrings, comments and blank lines do
 not count. Goals: at most 105,000 tokens, 9 per line, 30 functions with a complexity above 10.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "dualform"
-OUTSIDE = {"paper", "figures", "evaluate", "explorer", "cli", "demo", "data", "texts", "terminal"}
+OUTSIDE = {"figures", "language", "evaluate", "explorer", "cli", "demo", "terminal"}
 MANY_BRANCHES = 10
 LAYOUT = {
     tokenize.COMMENT,

@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ from training import train
 
 # Two threads that wait for each other take ages where other things run too, and the networks are small
 torch.set_num_threads(1)
+
+# A shell starts background jobs with Ctrl-C ignored, and many tests send it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time: a red build is then about the change it tests
 settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=20)

@@ -9,6 +9,7 @@ from dualform import errors
 from dualform.version import __version__
 
 if typing.TYPE_CHECKING:
+    from dualform.dual.layer import DualLayer
     from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
     from dualform.query.opened import Dual, open
     from dualform.record import Recorder, record
@@ -16,6 +17,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "Dual",
+    "DualLayer",
     "LogLikelihood",
     "Margin",
     "Recorder",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "dualform.dual.layer": ("DualLayer",),
     "dualform.evaluate": ("LogLikelihood", "Margin", "Study", "evaluate"),
     "dualform.query.opened": ("Dual", "open"),
     "dualform.record": ("Recorder", "record"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -22,13 +22,11 @@ from torch import Tensor, nn
 import dualform
 from dualform.dual.certificate import Certificate
 from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
+from dualform.progress import Progress
 
 CLASSES = 10
 SETTINGS = "demo.json"
 """Written beside the recording: what replays it. It also marks a folder that the demo may replace."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
 
 
 @dataclass(frozen=True)

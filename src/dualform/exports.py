@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -14,15 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualform.errors import QuestionError
+from dualform.progress import Progress
 from dualform.query.masks import Mask, read_condition
 from dualform.query.opened import Dual
 from dualform.query.slots import describe
 
 READERS = (".npy", ".safetensors", ".parquet")
 """Kinds of files that query vectors are read from."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
 
 
 @dataclass(frozen=True)

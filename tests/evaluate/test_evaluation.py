@@ -1,13 +1,15 @@
+from types import SimpleNamespace
+
 import polars as pl
 import pytest
 import tiny
 import torch
 
 import dualform
+from dualform import plugins
 from dualform.errors import QuestionError
 from dualform.evaluate import views
 from dualform.evaluate.evaluation import prepare
-from dualform.evaluate.peers import PEERS, installed
 
 
 def test_every_view_of_a_run_is_judged(recorded, tmp_path):
@@ -67,23 +69,32 @@ def test_estimate_first(recorded, tmp_path):
     assert left.seconds > 0
 
 
-def test_peers_come_by_themselves_where_the_samples_are_known(recorded, tmp_path):
+@pytest.fixture
+def peers(monkeypatch):
+    """Peers that a package adds: one whose package is installed, and one whose package is not."""
+    table = {"here": views.Peer("torch", views.attention), "gone": views.Peer("no_such_package", views.attention)}
+    entry = SimpleNamespace(name="peers", load=lambda: table)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: {"peers": entry} if group == plugins.VIEWS else {})
+
+
+def test_installed_peers_are_chosen_where_the_samples_are_known(recorded, tmp_path, peers):
     chosen = prepare(recorded, tiny.study(), out=tmp_path / "kept").views
-    assert list(chosen) == [*views.VIEWS, *installed()]
+    assert list(chosen) == [*views.VIEWS, "here"]
     without = prepare(recorded, tiny.study(samples=None), out=tmp_path / "kept").views
     assert list(without) == list(views.VIEWS)
 
 
-@pytest.mark.parametrize("peer", PEERS)
-def test_peers_give_scores_of_the_same_form(recorded, peer):
-    if peer not in installed():
-        pytest.skip("the bench extra is not installed")
-    study, dual = tiny.study(), dualform.open(recorded, tiny.network())
-    scores = PEERS[peer](dual, study, None)
-    assert scores.shape == (tiny.TESTS, tiny.SAMPLES)
-    labels = tiny.data()[1]
-    same = labels[tiny.SAMPLES :, None] == labels[None, : tiny.SAMPLES]
-    assert scores[same].mean() > scores[~same].mean()  # positive is what supports
+def test_peers_can_be_named(recorded, tmp_path, peers):
+    chosen = prepare(recorded, tiny.study(), out=tmp_path / "kept", views=["here", "kernel"]).views
+    assert list(chosen) == ["here", "kernel"]
+    with pytest.raises(QuestionError, match=r"need no_such_package: pip install 'dualform\[peers\]'"):
+        prepare(recorded, tiny.study(), views=["gone"])
+
+
+def test_without_any_peers_the_message_names_the_extra(recorded, monkeypatch):
+    monkeypatch.setattr(plugins, "entry_points", lambda group: {})
+    with pytest.raises(QuestionError, match=r"come with pip install 'dualform\[peers\]'"):
+        prepare(recorded, tiny.study(), views=["trak"])
 
 
 def test_refusals(recorded, tmp_path):

@@ -1,13 +1,17 @@
 import copy
+import sys
 
 import pytest
 import tiny
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import dualform
+from dualform.cli import app
 from dualform.errors import QuestionError
+from dualform.evaluate import evaluation
 from dualform.evaluate.bm25 import bm25
 from dualform.evaluate.study import LogLikelihood, Study
 from dualform.evaluate.tailpatch import tail_patch
@@ -71,3 +75,11 @@ def test_refusals(language, recorded):
         tail_patch(recorded, tiny.study())
     with pytest.raises(QuestionError, match="give the study samples="):
         tail_patch(recorded, tiny.study(samples=None))
+
+
+def test_the_command_says_at_once_that_bm25s_is_missing(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)  # importing it fails
+    monkeypatch.setattr(evaluation, "prepare", lambda *_, **__: pytest.fail("began"))
+    answer = CliRunner().invoke(app, ["evaluate", str(recorded), "--study", "tiny:study", "--tail-patch", "3"])
+    assert answer.exit_code == 2
+    assert answer.stderr == "error: this command needs bm25s: pip install 'dualform[evaluate]'.\n"

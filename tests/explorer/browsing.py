@@ -40,6 +40,14 @@ def page(browser, address, *, width=1280, theme="light", refusals=False):
         context.close()
 
 
+def expect(locator):
+    """Assertions that wait until they hold: a click returns before the page has changed."""
+    from playwright.sync_api import expect as waiting
+
+    waiting.set_options(timeout=PATIENCE)
+    return waiting(locator)
+
+
 def settled(page):
     """Everything is there."""
     page.locator(".skeleton").first.wait_for(state="detached")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import runs
-from browsing import browser, fits, nameless, needs_browser, page, settled
+from browsing import browser, expect, fits, nameless, needs_browser, page, settled
 
 import dualform
 from dualform.explorer import edits
@@ -87,9 +87,9 @@ def test_looking_at_a_prediction(chromium, digits, session):
     with page(chromium, f"{digits}#/prediction?input=test:3") as look:
         settled(look)
         cards = look.get_by_role("region", name=re.compile("^Layer "))
-        assert cards.count() == 3
-        assert look.locator(".sources a").count() == 24
-        assert cards.first.locator(".bars tr").count() == 10
+        expect(cards).to_have_count(3)
+        expect(look.locator(".sources a")).to_have_count(24)
+        expect(cards.first.locator(".bars tr")).to_have_count(10)
         cards.first.locator(".chart").last.scroll_into_view_if_needed()
         cards.first.locator(".chart .main-svg").first.wait_for()
         look.get_by_label("sizes, as in the paper's figures").check()
@@ -128,7 +128,7 @@ def test_drawing_a_digit(chromium, digits):
         look.get_by_role("heading", name="your drawing").wait_for()
         settled(look)
         assert "input=draw%3A" in look.url
-        assert look.locator(".sources a").count() == 24
+        expect(look.locator(".sources a")).to_have_count(24)
 
 
 def test_drawing_with_the_keyboard(chromium, digits):
@@ -157,6 +157,7 @@ def test_editing_memory(chromium, digits, session):
         look.get_by_text('"label" IN (3, 5)').wait_for()
         look.get_by_role("button", name="Switch on label 3").click()
         look.get_by_role("button", name="Switch on label 5").click()
+        look.get_by_text("Switch something off to see").wait_for()
         look.get_by_label("From step").fill("8")
         look.get_by_label("to step", exact=True).fill("15")
         look.get_by_role("button", name="Switch steps off").click()
@@ -248,11 +249,11 @@ def test_a_training_example(chromium, digits):
         settled(look)
         look.locator(".layers section").last.locator(".sources a").first.click()
         look.get_by_role("heading", name="What it wrote over time").wait_for()
-        assert look.locator(".heat tbody tr").count() == 2
+        expect(look.locator(".heat tbody tr")).to_have_count(2)
         look.get_by_role("radio", name="0", exact=True).click()
         look.get_by_text("Length of value").wait_for()
         readers = look.locator("section", has_text="Test examples that attend to it most").locator(".grid a")
-        assert readers.count() == 12
+        expect(readers).to_have_count(12)
         readers.first.click()
         look.wait_for_url(re.compile("#/prediction"))
 
@@ -275,8 +276,8 @@ def test_suspects(chromium, digits, session):
 def test_text(chromium, letters):
     with page(chromium, f"{letters}#/text") as look:
         settled(look)
-        assert look.locator(".tokens button").count() == len("the wolf and")
-        assert look.locator("ol.passages mark").count() == 8
+        expect(look.locator(".tokens button")).to_have_count(len("the wolf and"))
+        expect(look.locator("ol.passages mark")).to_have_count(8)
         look.locator(".tokens button").nth(4).click()
         look.wait_for_url(re.compile("position=4"))
         settled(look)
@@ -292,8 +293,8 @@ def test_text(chromium, letters):
         look.get_by_role("button", name="One token").click()
         look.wait_for_url(re.compile("made=1"))
         settled(look)
-        assert look.locator(".tokens button").count() == len("the lamb") + 1
-        assert look.locator(".tokens .made").count() == 1
+        expect(look.locator(".tokens button")).to_have_count(len("the lamb") + 1)
+        expect(look.locator(".tokens .made")).to_have_count(1)
 
 
 def test_influence_on_a_word(chromium, letters):
@@ -302,7 +303,7 @@ def test_influence_on_a_word(chromium, letters):
         look.get_by_role("radio", name="Influence").click()
         look.get_by_text(re.compile("^Pushes .* down most$")).wait_for()
         assert "An estimate" in look.locator(".note").inner_text()
-        assert look.locator("ol.passages mark").count() == 16
+        expect(look.locator("ol.passages mark")).to_have_count(16)
         assert look.get_by_role("radiogroup", name="Gate").count() == 0
         look.get_by_role("radio", name="decoder").click()
         look.wait_for_url(re.compile("layer=decoder"))

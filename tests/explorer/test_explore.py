@@ -67,9 +67,12 @@ def test_from_the_command_line(folder):
     code = "from dualform.cli import app; app()"
     words = [sys.executable, "-c", code, "explore", str(folder), "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        line = process.stdout.readline()
-        address, token = re.search(r"(http://127\.0\.0\.1:\d+/)\?token=(\S+)", line).groups()
-        assert httpx.get(f"{address}api/log").status_code == 401
-        assert httpx.get(f"{address}api/log", headers={"authorization": f"Bearer {token}"}).status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        try:
+            line = process.stdout.readline()
+            address, token = re.search(r"(http://127\.0\.0\.1:\d+/)\?token=(\S+)", line).groups()
+            assert httpx.get(f"{address}api/log").status_code == 401
+            assert httpx.get(f"{address}api/log", headers={"authorization": f"Bearer {token}"}).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()

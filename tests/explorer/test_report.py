@@ -4,7 +4,7 @@ import re
 
 import pytest
 import runs
-from browsing import browser, needs_browser, page, settled
+from browsing import browser, expect, needs_browser, page, settled
 from typer.testing import CliRunner
 
 from dualform.cli import app
@@ -43,11 +43,11 @@ def test_it_opens_without_a_server(session, tmp_path):
         look.get_by_text("Verified after step 16").wait_for()
         look.get_by_role("link", name="Prediction").click()
         settled(look)
-        assert look.locator(".grid a").count() == 2
+        expect(look.locator(".grid a")).to_have_count(2)
         look.locator(".grid a").nth(1).click()
         look.get_by_role("heading", name="test example 5", exact=True).wait_for()
         settled(look)
-        assert look.locator(".sources .picture").count() == 24
+        expect(look.locator(".sources .picture")).to_have_count(24)
         look.locator(".chart").first.scroll_into_view_if_needed()
         look.locator(".chart .main-svg").first.wait_for()
         look.get_by_role("radio", name="Contribution").click()

@@ -6,15 +6,17 @@ import shutil
 import pytest
 import torch
 
+from dualform import plugins
 from dualform.errors import DataError, StoreMissingError
-from dualform.explorer.runs import find, fitted
+from dualform.explorer.drawing import fit_drawing
+from dualform.explorer.runs import find
 from dualform.explorer.session import Session
-from dualform.paper.language.recording import train as train_language
-from dualform.paper.language.settings import Settings as LanguageSettings
-from dualform.paper.language.text import own
-from dualform.paper.settings import settings_for
-from dualform.paper.tasks import load
-from dualform.paper.training import train
+from dualform.language.text import load_text
+from dualform_paper.language.recording import train as train_language
+from dualform_paper.language.settings import Settings as LanguageSettings
+from dualform_paper.settings import settings_for
+from dualform_paper.tasks import load
+from dualform_paper.training import train
 
 
 def test_the_demo(session, folder):
@@ -52,7 +54,7 @@ def test_a_run_of_the_paper(tmp_path):
 
 def test_a_language_run(tmp_path):
     (tmp_path / "own.txt").write_text("the wolf and the lamb stood by the stream. " * 20)
-    text = own(tmp_path / "own.txt")
+    text = load_text(tmp_path / "own.txt")
     settings = LanguageSettings(4, 6, 2, 3, 1e-2, 1.0, window=10)
     train_language(text, settings, tmp_path / "run")
     found = Session(find(tmp_path / "run"))
@@ -81,21 +83,31 @@ def test_a_settings_file_that_is_none(tmp_path, folder, content):
         find(tmp_path / "run")
 
 
+def test_a_run_of_the_paper_names_the_extra_where_its_reader_is_missing(tmp_path, folder, monkeypatch):
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "demo.json").rename(tmp_path / "run" / "trained.json")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: {})
+    with pytest.raises(
+        DataError, match=r"is a run of the paper's experiments. To show it: pip install 'dualform\[paper\]'"
+    ):
+        find(tmp_path / "run")
+
+
 def test_a_paper_file_that_is_none(tmp_path, folder):
     shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run" / "demo.json").unlink()
     (tmp_path / "run" / "trained.json").write_text(json.dumps({"settings": {"phases": [{"datasets": ["../../etc"]}]}}))
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"trained.json is not what dualform writes there"):
         find(tmp_path / "run")
 
 
 def test_a_drawing_is_brought_to_the_middle():
     ink = torch.zeros(32, 32)
     ink[2:12, 1:3] = 1
-    found = fitted(ink, 28, (20, 20))
+    found = fit_drawing(ink, 28, (20, 20))
     rows, columns = torch.nonzero(found > 0.5).T
     assert rows.max() - rows.min() == 19
     assert abs(float(rows.float().mean()) - 13.5) <= 1
     assert abs(float(columns.float().mean()) - 13.5) <= 1
-    assert not fitted(torch.zeros(32, 32), 28, (20, 20)).any()
-    assert fitted(torch.ones(32, 32), 8, (8, 8)).min() > 0.9
+    assert not fit_drawing(torch.zeros(32, 32), 28, (20, 20)).any()
+    assert fit_drawing(torch.ones(32, 32), 8, (8, 8)).min() > 0.9

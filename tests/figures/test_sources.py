@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from reading import legible, texts
 
 from dualform.figures.colours import CLASSES, colour_of, ink_on
 from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
 from dualform.figures.sheet import WIDTH
 from dualform.figures.sources import draw, save
+from figure_reading import legible, texts
 
 
 def explained(label=8, answer=5, top=8, scale=1.0):

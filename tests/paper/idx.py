@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dualform import data
+from dualform_paper import data
 
 
 def contents(seed, *, train=300, test=60):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from dualform.paper import asides
-from dualform.paper.asides import compacting, digits, kernels, limits, machine, orthogonal, rerun, softmax
-from dualform.paper.section import Section, percent, table
-from dualform.paper.settings import LAYERS
+from dualform_paper import asides
+from dualform_paper.asides import compacting, digits, kernels, limits, machine, orthogonal, rerun, softmax
+from dualform_paper.section import Section, percent, table
+from dualform_paper.settings import LAYERS
 
 SMALL = digits.Settings(epochs=2, batch=20, train_images=60, test_images=12, width=16)
 NAMES = list(LAYERS)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dualform.paper.examples import RULES, Candidates, choose
-from dualform.paper.settings import EXPERIMENTS
+from dualform_paper.examples import RULES, Candidates, choose
+from dualform_paper.settings import EXPERIMENTS
 
 BY_KEY = {(experiment, rule.key): rule for experiment, rules in RULES.items() for rule in rules}
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import dualform
-from dualform.paper import examples
-from dualform.paper.analysis import Analysis, analyse
-from dualform.paper.forgetting import SUBSETS
-from dualform.paper.settings import LAYERS, Settings, settings_for
-from dualform.paper.tasks import load
-from dualform.paper.training import network
+from dualform_paper import data, examples
+from dualform_paper.analysis import Analysis, analyse
+from dualform_paper.forgetting import SUBSETS
+from dualform_paper.settings import LAYERS, Settings, settings_for
+from dualform_paper.tasks import load
+from dualform_paper.training import network
 from reference import paper as plain
 from reference import ranking
 
@@ -207,7 +207,7 @@ def test_accuracies(case):
 @cases("joint")
 def test_images_as_the_network_sees_them(case):
     for name, task in case.tasks.items():
-        pixels = dualform.data.images(name, "train").pixels / 255
+        pixels = data.images(name, "train").pixels / 255
         assert_close(
             task.train.reshape(-1, 28, 28)[:5], (pixels[:5] - pixels.mean()) / pixels.std(ddof=1), bar=1e-6, what=name
         )

@@ -11,10 +11,9 @@ import pytest
 from idx import contents, source, write
 from typer.testing import CliRunner
 
-from dualform import data
 from dualform.cli import app
-from dualform.paper import analysis, pictures, run, settings, training
-from dualform.paper.tasks import load
+from dualform_paper import analysis, data, pictures, run, settings, training
+from dualform_paper.tasks import load
 
 TINY = {"train_images": 200, "test_images": 40, "width": 8, "batch": 8, "top": 6}
 WIDTH = {"COLUMNS": "200", "NO_COLOR": "1"}

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from dualform.errors import QuestionError
-from dualform.paper.settings import Phase, Preset, settings_for
-from dualform.paper.training import network
+from dualform_paper.settings import Phase, Preset, settings_for
+from dualform_paper.training import network
 
 MNIST, FASHION = ("mnist",), ("fashion-mnist",)
 

@@ -3,7 +3,7 @@
 Exit codes: 0 all is well; 1 a parameter is not verified; 2 the command or the store cannot be used.
 """
 
-from dualform.cli import paper, questions, runs  # each enters its commands
-from dualform.cli.base import app
+from dualform.cli import questions, runs  # each enters its commands
+from dualform.cli.application import app
 
-__all__ = ["app", "paper", "questions", "runs"]
+__all__ = ["app", "questions", "runs"]

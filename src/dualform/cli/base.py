@@ -13,15 +13,17 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from dualform.errors import DualformError
-from dualform.version import __version__
+from dualform.progress import Progress
 
 FAILED, UNUSABLE = 1, 2
 EXTRAS = {
     "sklearn": "demo",
     "matplotlib": "demo",
+    "bm25s": "evaluate",
     "pooch": "paper",
     "fastapi": "explorer",
     "uvicorn": "explorer",
@@ -59,25 +61,8 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder given to dualform.record().", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"dualform {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Record how a PyTorch network is trained; then ask, exactly, where a prediction comes from."""
 
 
 Data = Annotated[
@@ -89,11 +74,11 @@ Data = Annotated[
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Progress]:
     """Bars on standard error, gone when the work is done; none where nobody looks."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int) -> None:

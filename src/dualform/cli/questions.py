@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from dualform.cli.base import Json, Run, app, one_line_errors, print_json, progress_bars
+from dualform.cli.application import app
+from dualform.cli.base import Json, Run, one_line_errors, print_json, progress_bars
 from dualform.named import find
 
 if TYPE_CHECKING:
@@ -187,6 +189,9 @@ def evaluate(
 
     What an interrupted evaluation has trained is not trained again.
     """
+    if tail_patch is not None:
+        import_module("bm25s")  # it is needed after all trainings: say at once if it is missing
+
     from dualform.evaluate.evaluation import prepare
     from dualform.evaluate.fewer import leave_few_out
     from dualform.evaluate.tailpatch import tail_patch as patched
@@ -291,17 +296,17 @@ def passages(
     as_json: Json = False,
 ) -> None:
     """Show the training passages that a recorded language model reads from after a prompt."""
-    from dualform.paper.language import kept
+    from dualform.language.from_totals import find_totals
 
     prompt = prompt.replace("\\n", "\n")
     by_slot = gate is not None or target is not None or absolute or slots
-    totals = None if by_slot else kept.find(run, where)
+    totals = None if by_slot else find_totals(run, where)
     if totals is not None:
-        found = totals.ask(prompt, top=top, where=where, part=part.value, mean=mean, width=width)
+        answer = totals.ask(prompt, top=top, where=where, part=part.value, mean=mean, width=width)
     else:
-        from dualform.paper.language.asking import Recorded
+        from dualform.language.recorded import RecordedLanguageModel
 
-        found = Recorded(run).ask(
+        answer = RecordedLanguageModel(run).ask(
             prompt,
             top=top,
             where=where,
@@ -314,8 +319,8 @@ def passages(
             width=width,
         )
     if as_json:
-        print_json(found.to_dict())
+        print_json(answer.to_dict())
     else:
-        from dualform.paper.language.showing import show
+        from dualform.language.terminal import show_answer
 
-        show(Console(), found)
+        show_answer(Console(), answer)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dualform.cli.base import FAILED, Data, Json, Run, app, one_line_errors, print_json, progress_bars
+from dualform.cli.application import app
+from dualform.cli.base import FAILED, Data, Json, Run, one_line_errors, print_json, progress_bars
 
 if TYPE_CHECKING:
     pass

@@ -1,25 +1,27 @@
-"""BM25 (Robertson and Zaragoza 2009): passages by the words that they share with a query, rare words first."""
+"""BM25 (Robertson and Zaragoza 2009): passages ranked by the words that they share with a query, rare words first."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-K1, B = 1.5, 0.75
+K1 = 1.5
+"""How soon a repeated word adds nothing more."""
+B = 0.75
+"""How much long passages are held back."""
 
 
 def bm25(queries: Tensor, passages: Tensor) -> Tensor:
-    """Scores (queries, passages) from word numbers (queries, length) and (passages, length); a repeated query word counts again."""
+    """Return scores (queries, passages) from word numbers (queries, length) and (passages, length); needs bm25s.
+
+    Lucene's form: Σ idf·tf / (tf + k1·(1 − b + b·length / mean length)) over the words of the query, repeated words included.
+    """
+    import bm25s
+
     words = int(max(queries.max(), passages.max())) + 1
-    counts, asked = _counts(passages, words), _counts(queries, words)
-    having = (counts > 0).sum(0)
-    rarity = torch.log1p((len(passages) - having + 0.5) / (having + 0.5))
-    length = counts.sum(1, keepdim=True)
-    weight = counts * (K1 + 1) / (counts + K1 * (1 - B + B * length / length.mean()))
-    return asked @ (weight * rarity).T
-
-
-def _counts(passages: Tensor, words: int) -> Tensor:
-    """(passages, words): how often each word occurs."""
-    counts = torch.zeros(len(passages), words, dtype=torch.float64)
-    return counts.scatter_add_(1, passages, torch.ones_like(passages, dtype=torch.float64))
+    vocabulary = {str(word): word for word in range(words)}
+    index = bm25s.BM25(method="lucene", k1=K1, b=B, dtype="float64")
+    index.index((passages.tolist(), vocabulary), create_empty_token=False, show_progress=False)
+    scores = [index.get_scores_from_ids(query) for query in queries.tolist()]
+    return torch.from_numpy(np.stack(scores))

@@ -13,11 +13,12 @@ import polars as pl
 from dualform.errors import QuestionError
 from dualform.evaluate.lds import Interval, Lds, Truth
 from dualform.evaluate.ranks import spearman
-from dualform.evaluate.retrain import Estimate, Progress, Retrained
+from dualform.evaluate.retrain import Estimate, Retrained
 from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.subsets import Subsets
 from dualform.evaluate.views import View, samples_of
+from dualform.progress import Progress
 from dualform.query.opened import Dual, open
 
 KINDS = {"attention": "attention", "contribution": "contribution"} | dict.fromkeys(

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.evaluate.lds import mean_interval
-from dualform.evaluate.retrain import Estimate, Job, Progress, Retrained
+from dualform.evaluate.retrain import Estimate, Job, Retrained
 from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import samples_of
+from dualform.progress import Progress
 from dualform.query.opened import Dual, open
 
 RANDOM = "random"

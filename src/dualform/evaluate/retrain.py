@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from dualform.errors import StudyError
 from dualform.evaluate.study import Study
+from dualform.progress import Progress
 
 ABOUT = "retrained.json"
 LONG = 5.0
 """Seconds. A training that takes longer is timed once; of a shorter one the second counts: the first may load data."""
-Progress = Callable[[str, int, int], None]
 
 
 class Job(NamedTuple):

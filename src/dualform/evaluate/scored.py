@@ -9,11 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.evaluate.peers import PEERS, installed
-from dualform.evaluate.retrain import Progress
 from dualform.evaluate.study import Study
-from dualform.evaluate.views import VIEWS, View
+from dualform.evaluate.views import VIEWS, View, peers
+from dualform.progress import Progress
 from dualform.query.opened import Dual
+
+PEERS_CURE = "pip install 'dualform[peers]'"
 
 
 class Scored(NamedTuple):
@@ -27,13 +28,21 @@ class Scored(NamedTuple):
 
 def chosen(views: Sequence[str] | None, study: Study) -> dict[str, View]:
     """Views by their names; None: all, and the peers that are installed if the study has samples to show them."""
-    known = VIEWS | PEERS
+    others = peers()
     if views is None:
-        return VIEWS | ({name: PEERS[name] for name in installed()} if study.samples is not None else {})
-    unknown = [name for name in views if name not in known]
+        if study.samples is None:
+            return VIEWS
+        return VIEWS | {name: peer.view for name, peer in others.items() if peer.installed}
+
+    unknown = [name for name in views if name not in VIEWS and name not in others]
     if unknown or not views:
-        raise QuestionError(f"views={list(views)!r}: expected some of {', '.join(map(repr, known))}.")
-    return {name: known[name] for name in views}
+        known = ", ".join(map(repr, [*VIEWS, *others]))
+        cure = "" if others else f" Peers (kronfluence, Captum, TRAK) come with {PEERS_CURE}."
+        raise QuestionError(f"views={list(views)!r}: expected some of {known}.{cure}")
+    missing = sorted({others[name].package for name in views if name in others and not others[name].installed})
+    if missing:
+        raise QuestionError(f"views={list(views)!r} need {', '.join(missing)}: {PEERS_CURE}.")
+    return {name: VIEWS[name] if name in VIEWS else others[name].view for name in views}
 
 
 def scored(views: dict[str, View], dual: Dual, study: Study, progress: Progress | None = None) -> Iterator[Scored]:

@@ -15,10 +15,10 @@ from dualform.errors import QuestionError
 from dualform.evaluate.bm25 import bm25
 from dualform.evaluate.fewer import RANDOM
 from dualform.evaluate.lds import mean_interval
-from dualform.evaluate.retrain import Progress
 from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import samples_of
+from dualform.progress import Progress
 from dualform.query.opened import Dual, open
 
 

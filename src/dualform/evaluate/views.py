@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.certificate import Progress
+from dualform import plugins
 from dualform.errors import QuestionError
 from dualform.evaluate.study import Study
+from dualform.progress import Progress
 from dualform.query.opened import Dual
 
 View = Callable[[Dual, Study, Progress | None], Tensor]
 """Scores (test examples, samples ascending), positive for what supports the target."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A view that another package computes, for comparison."""
+
+    package: str
+    """The package that must be importable."""
+    view: View
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there."""
+        return find_spec(self.package) is not None
 
 
 def attention(dual: Dual, study: Study, progress: Progress | None = None) -> Tensor:
@@ -50,6 +67,14 @@ VIEWS: dict[str, View] = {
     "sketch": influence("sketch"),
 }
 """The last three are the methods of `dual.influence`."""
+
+
+def peers() -> dict[str, Peer]:
+    """Views of other packages, by name: those that installed packages add (`dualform.plugins`)."""
+    table: dict[str, Peer] = {}
+    for entry in plugins.entry_points(plugins.VIEWS).values():
+        table |= entry.load()
+    return table
 
 
 def samples_of(dual: Dual, study: Study) -> Tensor:

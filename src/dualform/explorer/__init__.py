@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import dualform
+from dualform.explorer.drawing import fit_drawing
 from dualform.explorer.server import Server, is_interactive
 from dualform.explorer.session import Session
 from dualform.explorer.showing import Show
-from dualform.explorer.subject import ClassNames, Draw, subject
+from dualform.explorer.subject import ClassNames, Draw, Subject, check_sizes, subject
 from dualform.explorer.text import Language
 
-__all__ = ["Language", "Server", "Session", "explore"]
+__all__ = ["Language", "Server", "Session", "Subject", "check_sizes", "explore", "fit_drawing", "subject"]
 
 
 def explore(

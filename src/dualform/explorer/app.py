@@ -18,7 +18,8 @@ from dualform.errors import DualformError, QuestionError
 from dualform.explorer import forms
 from dualform.explorer.session import Session
 from dualform.explorer.texts import Texts
-from dualform.explorer.work import BusyError, Desk, Jobs, Progress
+from dualform.explorer.work import BusyError, Desk, Jobs
+from dualform.progress import Progress
 from dualform.version import __version__
 
 T = TypeVar("T")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 import polars as pl
@@ -16,6 +15,7 @@ from dualform.explorer.forms import Accuracy, Change, ClassAccuracy, Grouped
 from dualform.explorer.keeping import Kept
 from dualform.explorer.predicting import Predictions
 from dualform.explorer.subject import Subject, distinct
+from dualform.progress import Progress
 from dualform.query.masks import read_condition
 
 SENTENCE = (
@@ -30,8 +30,6 @@ SMALL = 2e10
 """Up to so many multiplications, an edit is done at once."""
 TESTED = 1000
 """So many test examples, evenly spread, are answered again after an edit."""
-
-Progress = Callable[[str, int, int], None]
 
 
 class Edits:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from urllib.parse import unquote_plus, urlencode
 from dualform.errors import DualformError, QuestionError
 from dualform.explorer.app import PAGE, application, plotly_script
 from dualform.explorer.session import Session
+from dualform.progress import Progress
 
 RIGHT, WRONG = 4, 4
 """So many test examples with right and with wrong answers are taken, if none are named."""
 SHOWN = 40
 """So many examples the page asks for at a time."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

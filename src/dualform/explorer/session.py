@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from dualform.explorer.subject import Subject, plain
 from dualform.explorer.suspects import Suspicion
 from dualform.explorer.texts import Texts
 from dualform.figures.colours import CLASSES, SERIES
+from dualform.progress import Progress
 from dualform.query.contributions import gates_of
 from dualform.version import __version__
 
@@ -39,7 +39,6 @@ POINTS = 400
 """So many points of a logged series are sent."""
 GROUPS = 50
 """So many groups of a column are counted one by one."""
-Progress = Callable[[str, int, int], None]
 
 
 class Session:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -18,9 +18,9 @@ from dualform.explorer.forms import Curve, Kind, Parts, Prepared, Source, Source
 from dualform.explorer.keeping import Kept
 from dualform.explorer.predicting import Predictions
 from dualform.explorer.subject import Subject
+from dualform.progress import Progress
 from dualform.store.format import NO_ROW, SHARED
 
-Progress = Callable[[str, int, int], None]
 Floats = np.ndarray[Any, np.dtype[Any]]
 KEPT_BYTES = 192 << 20
 """Scores of so many bytes are kept, so that another look at the same answer needs no scan."""

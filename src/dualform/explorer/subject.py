@@ -25,6 +25,10 @@ Draw = Callable[[Tensor], Tensor]
 """From a drawing, (32, 32) with 1 where there is ink, to an input of the model."""
 
 
+WIDEST = 1 << 14
+"""A network in a settings file that is wider than this was not written by dualform."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """Everything that the explorer needs to know about a run."""
@@ -149,3 +153,9 @@ def plain(value: Any) -> Value:
 def distinct(frame: pl.DataFrame, column: str) -> list[Value]:
     """The values of a column, sorted."""
     return [plain(value) for value in frame[column].unique().sort().to_list()]
+
+
+def check_sizes(*sizes: Any) -> None:
+    """Refuse the sizes of a network in a settings file that dualform has not written."""
+    if not all(isinstance(size, int) and 0 < size <= WIDEST for size in sizes):
+        raise ValueError(f"sizes {sizes} are not those of a network of ours")

@@ -14,7 +14,7 @@ from dualform.explorer.keeping import Kept
 from dualform.explorer.sources import SENTENCES
 from dualform.explorer.subject import Subject
 from dualform.explorer.text import Language
-from dualform.explorer.work import Progress
+from dualform.progress import Progress
 from dualform.query.answers import Answer
 
 FOLLOWING = 10

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 
 from dualform.errors import DualformError
 from dualform.explorer.forms import JobForm
+from dualform.progress import Progress
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
 WORKERS = 2
 """So many questions are answered at a time."""
 QUEUE = 128

@@ -3,22 +3,22 @@
 import pytest
 from story import SETTINGS, STORY
 
-from dualform.paper.language.recording import train
-from dualform.paper.language.text import own
+from dualform.language.text import load_text
+from dualform_paper.language.recording import train
 
 
 @pytest.fixture(scope="session")
 def story(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "story.txt"
     path.write_text(STORY * 4, encoding="utf-8")
-    return own(path)
+    return load_text(path)
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(STORY * 8, encoding="utf-8")
-    return own(path, "word")
+    return load_text(path, "word")
 
 
 @pytest.fixture(scope="session")

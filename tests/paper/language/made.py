@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from dualform.paper.language import text as texts
-from dualform.paper.language.text import Part, Text
+from dualform.language import text as texts
+from dualform.language.text import Part, Text
 
 
 def made(test, unit, train="a", name="made"):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dualform.paper.language.settings import settings_for
+from dualform_paper.language.settings import settings_for
 
 STORY = (
     "“Don’t,” said the Crow — 🧀 naïve\nThe fox saw the crow and the cheese.\nA lamb drank at a little distance.\n"

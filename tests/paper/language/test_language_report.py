@@ -5,12 +5,12 @@ import pytest
 import torch
 from made import made
 
-from dualform.paper.language import queries, report, tables
-from dualform.paper.language.asking import Recorded
-from dualform.paper.language.queries import Query, Table
-from dualform.paper.language.recording import train
-from dualform.paper.language.settings import Settings
-from dualform.paper.language.tables import answered
+from dualform.language.recorded import RecordedLanguageModel
+from dualform_paper.language import queries, report, tables
+from dualform_paper.language.queries import Query, Table
+from dualform_paper.language.recording import train
+from dualform_paper.language.settings import Settings
+from dualform_paper.language.tables import answered
 
 STORY = "the fox saw the crow . the crow ate <unk> cheese .\n"
 BOOK = made("a fox ate the cheese . the crow saw a fox .\n" * 3, "word", STORY * 5 + "a")
@@ -36,8 +36,8 @@ def asked(monkeypatch):
 
 def test_attention_is_the_mean_over_the_visits(folders, asked):
     query = Query("test", 0, 9)
-    found = answered(Recorded(folders["totals"]), query)
-    slots = Recorded(folders["slots"]).dual
+    found = answered(RecordedLanguageModel(folders["totals"]), query)
+    slots = RecordedLanguageModel(folders["slots"]).dual
     vector = slots.attend(torch.tensor(query.prompt(BOOK).astype("int64"))[None])["lstm"].queries[0, -1]
     keys = slots.layer("lstm").keys
     places = np.concatenate([np.array(row) for row in slots.rows["text_position"].to_list()])
@@ -55,7 +55,7 @@ def test_attention_is_the_mean_over_the_visits(folders, asked):
 
 
 def test_the_papers_queries_come_first_and_then_those_by_the_rule(folders, asked):
-    answers = report.ask(Recorded(folders["totals"]), count=4)
+    answers = report.ask(RecordedLanguageModel(folders["totals"]), count=4)
     assert [one.asked.table for one in answers] == [5, None, None, None, None]
     (theirs,) = answers[0].theirs
     assert theirs.token == answers[0].asked.token == "ate"
@@ -65,5 +65,5 @@ def test_the_papers_queries_come_first_and_then_those_by_the_rule(folders, asked
 
 def test_a_text_without_tables_has_queries_by_the_rule_alone(folders, asked, monkeypatch):
     monkeypatch.delitem(queries.TABLES, "made")
-    answers = report.ask(Recorded(folders["totals"]), count=2)
+    answers = report.ask(RecordedLanguageModel(folders["totals"]), count=2)
     assert [one.asked.table for one in answers] == [None, None]

@@ -7,9 +7,9 @@ import torch
 from story import STORY
 from typer.testing import CliRunner
 
-from dualform import texts
-from dualform.cli import app, paper
-from dualform.paper.language import queries, run
+from dualform.cli import app
+from dualform_paper import cli, texts
+from dualform_paper.language import queries, run
 
 BOOK = "THE WOLF AND THE LAMB\n\n\nThe Wolf stood high up the stream and the Lamb a little distance below.\n\n\n\n\nTHE CROW\n\n\n"
 ARTICLE = " \n = {} = \n \n who was by this time famous , particularly for his contribution to <unk> \n"
@@ -128,7 +128,7 @@ def test_ranks_are_measured_at_each_checkpoint_and_the_number_of_threads_is_set(
 
 
 def test_a_run_without_a_terminal_prints_its_progress_now_and_then(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(cli, "LOG_SECONDS", 0.0)
     size = ["--size", "small", "--steps", 3, "--state-size", 8]
     found = call("paper", "aesop", *size, "--out", tmp_path)
     assert "training: 3 of 3\n" in found.stderr

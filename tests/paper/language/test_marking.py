@@ -1,6 +1,6 @@
 import pytest
 
-from dualform.paper.language.marking import marked
+from dualform_paper.language.marking import marked
 
 
 @pytest.mark.parametrize(

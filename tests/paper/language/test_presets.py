@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dualform.errors import QuestionError
-from dualform.paper.language.model import build_model
-from dualform.paper.language.queries import papers
-from dualform.paper.language.settings import Order, settings_for
-from dualform.paper.language.shape import Shape
-from dualform.paper.language.text import load
-from dualform.paper.language.training import adam, batch_of, initial_model
+from dualform.language.model import build_model
+from dualform.language.shape import Shape
+from dualform_paper.language.corpora import load
+from dualform_paper.language.queries import papers
+from dualform_paper.language.settings import Order, settings_for
+from dualform_paper.language.training import adam, batch_of, initial_model
 
 CHARACTERS, WORDS = 74, 33_278
 

@@ -4,9 +4,8 @@ import pytest
 from made import made
 
 from dualform.errors import DataError
-from dualform.paper.language import queries
-from dualform.paper.language import text as texts
-from dualform.paper.language.queries import TABLES, Query, Search, chosen, papers
+from dualform_paper.language import corpora, queries
+from dualform_paper.language.queries import TABLES, Query, Search, chosen, papers
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_no_token_is_chosen_twice():
 @pytest.mark.data
 @pytest.mark.parametrize("name", TABLES)
 def test_the_papers_queries_and_passages_are_in_the_texts(name):
-    text = texts.load(name)
+    text = corpora.load(name)
     asked = papers(text, variants=True)
     assert [one.table.number for one in asked] == ([2, 3, 4] if name == "aesop" else [5, 6, 7, 6])
     assert [len(one.theirs) for one in asked] == [3] * len(asked)
@@ -101,7 +100,7 @@ def test_the_papers_queries_and_passages_are_in_the_texts(name):
 
 @pytest.mark.data
 def test_the_third_passage_of_table_7_and_the_other_reading_of_table_6():
-    text = texts.load("wikitext-2")
+    text = corpora.load("wikitext-2")
     *_, table_7, other_6 = papers(text, variants=True)
     assert table_7.theirs[2] == 1_109_034
     assert [text.passage(position).token for position in other_6.theirs] == ["main", "secondary", "primary"]

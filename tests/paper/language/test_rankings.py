@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.paper.language.rankings import agreement, order, overlooked, passages, rank_of
+from dualform_paper.language.rankings import agreement, order, overlooked, passages, rank_of
 
 scores = st.lists(st.integers(-3, 3), min_size=1, max_size=30).map(lambda some: np.array(some, dtype=np.float64))
 

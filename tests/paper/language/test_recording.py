@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from story import SETTINGS
 
 import dualform
-from dualform.errors import NotRecordedError, StoreDamagedError
-from dualform.paper.language import beside, recording
-from dualform.paper.language.checks import check
-from dualform.paper.language.recording import train
-from dualform.paper.language.ways import compare
+from dualform.language.description import read_description
+from dualform_paper.language import recording
+from dualform_paper.language.checks import check
+from dualform_paper.language.recording import train
+from dualform_paper.language.ways import compare
 
 
 def test_what_is_done_is_not_done_again(tmp_path, story, monkeypatch):
@@ -47,27 +46,10 @@ def test_the_loss_may_be_about_a_part_of_the_tokens_while_all_are_read(tmp_path,
     assert int(visits.sum()) == 2 * SETTINGS.tokens
 
 
-def test_the_text_stands_beside_the_recording(runs, story, tmp_path):
-    found = beside.read(runs / "totals")
-    assert found.text.vocabulary == story.vocabulary
-    assert found.text.unit == story.unit
-    np.testing.assert_array_equal(found.text.train.ids, story.train.ids)
-    np.testing.assert_array_equal(found.text.test.ids, story.test.ids)
-    assert (found.layer, found.column, found.shape) == ("lstm", "text_position", SETTINGS.shape(len(story.vocabulary)))
-    with pytest.raises(NotRecordedError, match=r"has no text.json: it does not say which text was trained on"):
-        beside.read(tmp_path)
-    (tmp_path / "text.json").write_text("{")
-    with pytest.raises(StoreDamagedError, match=r"text.json and text.safetensors cannot be read"):
-        beside.read(tmp_path)
-
-
-def test_titles_stand_beside_it_too(tmp_path, story):
-    part = replace(story.train, starts=(0, 9), titles=("One", "Ænigma"))
-    text = replace(story, train=part, valid=story.test)
-    beside.write(tmp_path, beside.Beside(text, SETTINGS.shape(len(story.vocabulary))))
-    found = beside.read(tmp_path).text
-    assert [found.train.title(n) for n in (0, 8, 9)] == ["One", "One", "Ænigma"]
-    np.testing.assert_array_equal(found.valid.ids, story.test.ids)
+def test_a_description_is_written_beside_the_recording(runs, story):
+    description = read_description(runs / "totals")
+    assert description.text.vocabulary == story.vocabulary
+    assert description.shape == SETTINGS.shape(len(story.vocabulary))
 
 
 def test_two_ways_beside_none(tmp_path, story):

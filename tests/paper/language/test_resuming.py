@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import dualform
 from dualform.errors import QuestionError, RecordingError
-from dualform.paper.language import checkpoints, recording
-from dualform.paper.language.recording import train
 from dualform.record.recorder import Recorder
 from dualform.store import writer
-from dualform.store.writer import Writer
+from dualform_paper.language import checkpoints, recording
+from dualform_paper.language.recording import train
 
 RELEASED = replace(stories.RELEASED, steps=13)
 ALL = {
@@ -104,7 +103,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path, story, monkeypatch, keep
         watch(patch, checkpoints, "remove_all")
         watch(patch, Recorder, "seal")
         watch(patch, Recorder, "_close")
-        watch(patch, Writer, "_with_snapshot")
+        watch(patch, writer._Background, "_with_snapshot")
         watch(patch, writer, "publish")
         _, expected = run(story, whole, preset, keep, progress=lambda what, done, total: leave(f"{what}-{done}"))
     assert len(left) > 40
@@ -120,9 +119,9 @@ import torch
 torch.set_num_threads({threads})
 from pathlib import Path
 from test_resuming import POINTS, recording, run
-from dualform.paper.language.text import own
+from dualform.language.text import load_text
 recording.CURVE_POINTS = POINTS
-story = own(Path({text!r}))
+story = load_text(Path({text!r}))
 run(story, Path({folder!r}), "released", progress=lambda what, done, total: print(done, flush=True))
 """
 

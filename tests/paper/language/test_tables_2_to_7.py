@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from made import made
 
-from dualform.paper.language import report, tables
-from dualform.paper.language.queries import Query, Table
-from dualform.paper.language.tables import answer
+from dualform_paper.language import report, tables
+from dualform_paper.language.queries import Query, Table
+from dualform_paper.language.tables import answer
 
 WORDS = "the fox saw a | crow . the crow had <unk> cheese . " * 6
 BOOK = made("the fox had a crow .", "word", WORDS)

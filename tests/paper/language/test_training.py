@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dualform.errors import DataError
-from dualform.paper.language import training
-from dualform.paper.language.model import build_model
-from dualform.paper.language.reading import batch
-from dualform.paper.language.settings import settings_for
-from dualform.paper.language.shape import Shape
+from dualform.language.model import build_model
+from dualform.language.shape import Shape
+from dualform_paper.language import training
+from dualform_paper.language.reading import batch
+from dualform_paper.language.settings import settings_for
 
 SETTINGS = replace(
     settings_for("aesop", "small", preset="text"), embedding=4, state=6, batch=3, window=5, dropout=0.3, lr=0.02

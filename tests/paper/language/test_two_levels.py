@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import dualform
 from dualform.cli import app
-from dualform.paper.language import remark, text
-from dualform.paper.language.queries import Query, chosen
-from dualform.paper.language.transformer import PLACE, Settings, built, distances, evaluate, layer, train
-from dualform.paper.language.two_levels import BEST, TwoLevels
+from dualform_paper.language import corpora, remark
+from dualform_paper.language.queries import Query, chosen
+from dualform_paper.language.transformer import PLACE, Settings, built, distances, evaluate, layer, train
+from dualform_paper.language.two_levels import BEST, TwoLevels
 
 TINY = Settings(width=8, heads=2, blocks=2, window=6, batch=3, steps=9)
 BOOK = made(
@@ -41,7 +41,7 @@ def slots(folders):
 
 @pytest.fixture(scope="module")
 def two(folders):
-    return TwoLevels(dualform.open(folders[1], built(BOOK, TINY)), BOOK, TINY.window)
+    return TwoLevels(folders[1], built(BOOK, TINY), BOOK, TINY.window)
 
 
 def test_the_equation_behind_the_first_level_holds(slots):
@@ -143,7 +143,7 @@ def test_numbers_over_queries_are_means(two):
 
 
 def test_the_page_from_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "load", lambda name, folder: BOOK)
+    monkeypatch.setattr(corpora, "load", lambda name, folder: BOOK)
     monkeypatch.setattr(remark, "QUERIES", 3)
     page = remark.run(tmp_path / "out", settings=replace(TINY, steps=3))
     content = page.read_text()
@@ -158,9 +158,9 @@ def test_the_page_from_data(tmp_path, monkeypatch):
 
 
 def test_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "load", lambda name, folder: BOOK)
+    monkeypatch.setattr(corpora, "load", lambda name, folder: BOOK)
     monkeypatch.setattr(remark, "QUERIES", 1)
-    monkeypatch.setattr("dualform.paper.language.transformer.Settings", lambda **given: replace(TINY, **given))
+    monkeypatch.setattr("dualform_paper.language.transformer.Settings", lambda **given: replace(TINY, **given))
     found = CliRunner().invoke(app, ["paper", "transformer", "--steps", "2", "--out", str(tmp_path), "--json"])
     assert found.exit_code == 0, found.output
     page = tmp_path / "transformer" / "index.md"

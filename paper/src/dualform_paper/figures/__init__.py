@@ -1,0 +1,1 @@
+"""The paper's figures. How they are drawn comes from `dualform.figures`."""
