@@ -1,8 +1,15 @@
+import functools
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import NamedTuple
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import spectral_norm
 
-from dualform.layers.module_copy import runnable_copy
+from dualform.layers.module_copy import MOST_PARTS, Copier
 
 
 class Busy(nn.Module):
@@ -29,22 +36,40 @@ def test_running_the_copy_leaves_the_original_as_it_was():
     module(torch.randn(4, 3))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     last = module.last
-    copy = runnable_copy(module, {})
-    copy(torch.randn(5, 3))
+    copied = Copier().copy(module)
+    copied(torch.randn(5, 3))
     assert (module.calls, module.log, module.last) == (1, [4], last)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert (copy.calls, copy.log) == (2, [4, 5])
+    assert (copied.calls, copied.log) == (2, [4, 5])
 
 
-def test_the_copy_shares_weights_and_has_parts_of_its_own():
-    module, copies = Busy(), {}
-    copy = runnable_copy(module, copies)
-    assert copy.map.weight is module.map.weight
-    assert copy.map is not module.map
-    assert copy.by_name["map"] is copy.map
-    assert copy.apply_map.__self__ is copy.map
-    assert copies[id(module.map)] is copy.map
-    assert copy.seen is not module.seen
+def test_the_copy_shares_the_memory_of_weights_and_has_parts_of_its_own():
+    module, copier = Busy(), Copier()
+    copied = copier.copy(module)
+    assert copied.map.weight.data_ptr() == module.map.weight.data_ptr()
+    assert copied.map is not module.map
+    assert copied.by_name["map"] is copied.map
+    assert copied.apply_map.__self__ is copied.map
+    assert copier.modules[id(module.map)] is copied.map
+    assert copied.seen is not module.seen
+
+
+def test_what_is_assigned_to_a_parameter_of_the_copy_stays_there():
+    """A momentum encoder assigns to .data of its parameters in each forward pass."""
+    module = nn.Linear(3, 3)
+    before = module.weight.clone()
+    copied = Copier().copy(module)
+    copied.weight.data = torch.zeros(3, 3)
+    copied.weight.grad = torch.ones(3, 3)
+    assert torch.equal(module.weight, before)
+    assert module.weight.grad is None
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    copied = Copier().copy(model)
+    assert copied[0].weight is copied[1].weight
 
 
 def test_a_tensor_with_a_history_is_no_obstacle():
@@ -52,15 +77,92 @@ def test_a_tensor_with_a_history_is_no_obstacle():
     module = Busy()
     module(torch.randn(4, 3))
     assert module.last.grad_fn is not None
-    runnable_copy(module, {})
+    Copier().copy(module)
 
 
-def test_hooks_are_left_out_but_for_those_that_compute_weights():
+def test_hooks_are_left_out_except_those_that_compute_weights():
     seen = []
     module = nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
     module[1].register_forward_hook(lambda *_: seen.append(1))
     module.eval()
     expected = module(torch.ones(2, 3))
     seen.clear()
-    assert torch.equal(runnable_copy(module, {})(torch.ones(2, 3)), expected)
+    assert torch.equal(Copier().copy(module)(torch.ones(2, 3)), expected)
     assert seen == []
+
+
+class Cache:
+    """A plain object with state, as a key-value cache is."""
+
+    def __init__(self):
+        self.keys, self.count = [torch.zeros(2)], 0
+
+
+class Pair(NamedTuple):
+    first: list
+    second: int
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "state"),
+    [
+        (torch.zeros(2), lambda v: v.add_(1), lambda v: v.tolist()),
+        (np.zeros(2), lambda v: v.__setitem__(0, 1.0), lambda v: v.tolist()),
+        (Cache(), lambda v: (v.keys[0].add_(1), setattr(v, "count", 5)), lambda v: (v.keys[0].tolist(), v.count)),
+        ([1], lambda v: v.append(2), list),
+        ({1: [2]}, lambda v: v[1].append(2), str),
+        (OrderedDict(a=[1]), lambda v: v["a"].append(2), str),
+        (defaultdict(list, a=[1]), lambda v: v["b"].append(2), str),
+        (Counter("aab"), lambda v: v.update("a"), str),
+        (deque([1, 2], maxlen=2), lambda v: v.append(3), str),
+        ({1}, lambda v: v.add(2), sorted),
+        (bytearray(b"a"), lambda v: v.extend(b"b"), bytes),
+        ((1, [2]), lambda v: v[1].append(3), str),
+        (Pair([1], 2), lambda v: v.first.append(3), str),
+        (random.Random(0), lambda v: v.random(), lambda v: v.getstate()),
+        (np.random.default_rng(0), lambda v: v.random(), lambda v: str(v.bit_generator.state)),
+        (torch.Generator(), lambda v: torch.rand(1, generator=v), lambda v: v.get_state().tolist()),
+        (functools.partial(list.append, [1]), lambda v: v(2), lambda v: v.args),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_copy_changes_is_its_own(value, change, state):
+    module = nn.Identity()
+    module.state = value
+    before = state(value)
+    copied = Copier().copy(module).state
+    assert state(copied) == before
+    assert type(copied) is type(value)
+    change(copied)
+    assert state(value) == before
+    assert state(copied) != before
+
+
+def test_a_wrapped_forward_runs_the_copy():
+    """Wrappers replace model.forward by a function that holds the original one in its closure."""
+    module = Busy()
+    original = module.forward
+
+    def doubled(x):
+        return 2 * original(x)
+
+    module.forward = doubled
+    copied = Copier().copy(module)
+    copied(torch.randn(4, 3))
+    assert (module.calls, copied.calls) == (0, 1)
+
+
+def test_objects_that_refer_to_each_other():
+    module = nn.Identity()
+    module.cache = Cache()
+    module.cache.owner = module
+    copied = Copier().copy(module)
+    assert copied.cache.owner is copied
+
+
+def test_an_object_with_too_many_parts_is_shared():
+    """A module may refer to its trainer, and so to all data."""
+    module = nn.Identity()
+    module.trainer = Cache()
+    module.trainer.data = [[number] for number in range(MOST_PARTS)]
+    assert Copier().copy(module).trainer is module.trainer

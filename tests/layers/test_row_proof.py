@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dualform.layers.row_proof import Told, placements, prove
+from dualform.layers.row_proof import BatchAxes, prove
 from dualform.layers.rows import FIRST, ROWS_INSIDE, ROWS_OUTSIDE, SHARED, RowAxis
 from dualform.layers.rules import parts_of, rule_for
 
 
-def proof_of(model, *args, rows, told=None, **kwargs):
+def proof_of(model, *args, rows, axes=None, **kwargs):
     """Prove where the rows are in every layer of a model."""
     inside = {id(inner) for module in model.modules() for inner in parts_of(module)}
     recorded = {n: m for n, m in model.named_modules() if rule_for(m) is not None and id(m) not in inside}
     owners = {layer.name: n for n, m in recorded.items() for layer in rule_for(m).layers(m, n, lambda short: short)}
     torch.manual_seed(0)
-    return prove(model, (args, kwargs), rows, replace(told or Told(), modules=owners), recorded, list(recorded))
+    return prove(model, (args, kwargs), rows, replace(axes or BatchAxes(), modules=owners), recorded, list(recorded))
 
 
 def where(proof):
@@ -153,7 +153,7 @@ def test_random_states_are_put_back():
     model = Draws()
     x = torch.randn(4, 6)
     torch.manual_seed(0)
-    prove(model, ((x,), {}), 4, Told(), dict(model.named_children()), [])
+    prove(model, ((x,), {}), 4, BatchAxes(), dict(model.named_children()), [])
     assert (random.random(), np.random.rand(), torch.rand(())) == expected
 
 
@@ -212,7 +212,7 @@ def test_a_sequence_first_transformer():
 
 
 def test_the_axis_of_the_inputs():
-    found = where(proof_of(Arranged(lambda x: x.flatten(0, 1)), torch.randn(5, 3, 6), rows=3, told=Told(inputs=1)))
+    found = where(proof_of(Arranged(lambda x: x.flatten(0, 1)), torch.randn(5, 3, 6), rows=3, axes=BatchAxes(inputs=1)))
     assert found == {"map": [RowAxis(0, ROWS_INSIDE)]}
 
 
@@ -231,16 +231,9 @@ def test_what_is_said_of_one_layer_tells_the_inputs_of_all():
         def forward(self, x):
             return self.second(self.first(x).mean(0))
 
-    found = where(proof_of(Two(), torch.randn(3, 3, 6), rows=3, told=Told({"fir*": 1})))
+    found = where(proof_of(Two(), torch.randn(3, 3, 6), rows=3, axes=BatchAxes({"fir*": 1})))
     assert found == {"first": [RowAxis(1)], "second": [FIRST]}
 
 
 def test_arguments_without_rows():
     assert "no tensors" in proof_of(Arranged(lambda x: torch.randn(3, 6)), 7, rows=3).problem
-
-
-def test_placements_prefer_the_first_axis():
-    batch, state, mask, weight = torch.zeros(4, 7), torch.zeros(2, 4, 5), torch.zeros(4, 4), torch.zeros(9)
-    first, *others = placements([batch, state, mask, weight], 4, None)
-    assert first.axes == (0, 1, 0, None)
-    assert others[0].axes == (0, 1, None, None)

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualform.errors import AxisError
-from dualform.layers.row_proof import moved_rows
+from dualform.layers.row_proof import coded_rows, moved_rows
 from dualform.layers.rows import (
     FIRST,
+    MIXING,
+    PLACES,
     ROWS_INSIDE,
     ROWS_OUTSIDE,
     SHARED,
@@ -17,13 +19,12 @@ from dualform.layers.rows import (
     Experiment,
     Layout,
     RowAxis,
-    by_length,
     decide,
     fingerprints,
+    reading_by_length,
+    reading_of_batch_axis,
+    reading_of_module,
     readings,
-    tensors_in,
-    told_of_module,
-    told_reading,
 )
 
 
@@ -104,23 +105,23 @@ def test_every_vector_is_a_slot_of_the_row_it_stands_in(lead, axis):
     ],
 )
 def test_batch_axis_names_a_reading(lead, axis, expected):
-    assert told_reading(lead, 4, axis, "x") == expected
+    assert reading_of_batch_axis(lead, 4, axis, "x") == expected
 
 
 def test_batch_axis_names_an_axis_that_is_not_there():
     with pytest.raises(AxisError, match=r"batch_axis=\{'x': 2\} names no leading axis.*\(4, 5, features\)"):
-        told_reading((4, 5), 4, 2, "x")
+        reading_of_batch_axis((4, 5), 4, 2, "x")
 
 
 def test_batch_axis_names_an_axis_of_another_length():
     with pytest.raises(AxisError, match=r"'x': 1.*length 5.*no multiple of the 4 rows"):
-        told_reading((4, 5), 4, 1, "x")
+        reading_of_batch_axis((4, 5), 4, 1, "x")
 
 
 @pytest.mark.parametrize(("told", "holds"), [(0, ROWS_OUTSIDE), (1, ROWS_INSIDE)])
 def test_batch_axis_of_a_module_that_names_its_batch(told, holds):
-    assert told_of_module((7, 8), 4, 1, told) == RowAxis(1, holds)
-    assert told_of_module((7, 4), 4, 1, told) == RowAxis(1)
+    assert reading_of_module((7, 8), 4, 1, told) == RowAxis(1, holds)
+    assert reading_of_module((7, 4), 4, 1, told) == RowAxis(1)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_batch_axis_of_a_module_that_names_its_batch(told, holds):
     [((4, 7), None, FIRST), ((7, 4), None, None), ((8,), None, None), ((7, 4), 1, RowAxis(1)), ((7, 8), 1, None)],
 )
 def test_by_length_only_the_first_axis_or_the_one_that_the_module_names(lead, axis, expected):
-    assert by_length(lead, 4, axis) == expected
+    assert reading_by_length(lead, 4, axis) == expected
 
 
 # Experiments
 
-PERMUTATION, REPLACEMENT = moved_rows(4)
+PERMUTATION, REPLACEMENT, _ = moved_rows(4)
 
 
 def values_of(lead):
@@ -148,9 +149,9 @@ def moved(values, where, rows):
     return values.reshape(split.split).take(rows, axis=split.axis).reshape(values.shape)
 
 
-def decided(lead, before, permuted, replaced):
-    experiments = Experiment(PERMUTATION, permuted), Experiment(REPLACEMENT, replaced)
-    return decide(readings(lead, 4), before, *experiments)
+def decided(lead, before, permuted, replaced, **settings):
+    experiments = Experiment(PERMUTATION, permuted), [Experiment(REPLACEMENT, replaced)]
+    return decide(readings(lead, 4), before, *experiments, **settings)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +177,95 @@ def test_experiments_show_where_the_rows_are(lead, where):
     assert found == Decision(where)
 
 
-def test_noise_that_stays_in_its_place():
-    """A variational autoencoder: random numbers are not permuted with the rows."""
+def experiments_with_noise(rows, order, coded):
+    """A variational autoencoder: random numbers are not permuted with the rows. order: the one that the model puts its rows into."""
+    before, noise = np.random.default_rng(0).standard_normal((2, rows, 5))
+    permutation, replacement, _ = moved_rows(rows)
+    replacements = [replacement, *(coded_rows(rows) if coded else [])]
+    permuted = Experiment(permutation, before[permutation][order] + noise)
+    replaced = [Experiment(moved, before[moved][order] + noise) for moved in replacements]
+    return decide(readings((rows, 5), rows), before[order] + noise, permuted, replaced)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 9])
+def test_noise_that_stays_in_place_needs_a_pattern_for_each_row(rows):
+    order = np.arange(rows)
+    assert experiments_with_noise(rows, order, coded=False).hidden_by == PLACES
+    assert experiments_with_noise(rows, order, coded=True) == Decision(FIRST)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_noise_does_not_hide_another_order(rows):
+    for order in permutations(range(rows)):
+        found = experiments_with_noise(rows, list(order), coded=True)
+        assert found.is_proved == (order == tuple(range(rows))), order
+
+
+def test_noise_and_rows_that_depend_on_each_other_hide_everything():
     before, noise = np.random.default_rng(0).standard_normal((2, 4, 5))
-    found = decided((4, 5), before + noise, before[PERMUTATION] + noise, before[REPLACEMENT] + noise)
+
+    def mixed(order):
+        return before[order] + noise - (before[order] + noise).mean(0)
+
+    permuted = Experiment(PERMUTATION, mixed(PERMUTATION))
+    replaced = [Experiment(order, mixed(order)) for order in (REPLACEMENT, *coded_rows(4))]
+    assert decide(readings((4, 5), 4), mixed(np.arange(4)), permuted, replaced).hidden_by == MIXING
+
+
+def test_a_row_in_all_places_does_not_look_like_rows_that_depend_on_each_other():
+    """Replacing that row changes everything, replacing others changes nothing."""
+    before = values_of((2, 5))
+    permutation, replacement, _ = moved_rows(2)
+    permuted = Experiment(permutation, before[permutation][[0, 0]])
+    replaced = [Experiment(order, before[order][[0, 0]]) for order in (replacement, *coded_rows(2))]
+    found = decide(readings((2, 5), 2), before[[0, 0]], permuted, replaced)
+    assert (found.where, found.hidden_by) == (None, "")
+
+
+@pytest.mark.parametrize("change", [lambda x: x[[1, 0, *range(2, 256)]], lambda x: x[[1, *range(1, 256)]]])
+def test_few_rows_in_the_wrong_place_among_many(change):
+    """Two of 256 rows swapped, or one that stands in the place of another."""
+    before = values_of((256, 5))
+    permutation, replacement, _ = moved_rows(256)
+    permuted = Experiment(permutation, change(before[permutation]))
+    replaced = Experiment(replacement, change(before[replacement]))
+    assert decide(readings((256, 5), 256), change(before), permuted, [replaced]).where is None
+
+
+def test_few_vectors_that_rounding_has_changed():
+    """A mixture of experts may send a token elsewhere in another run."""
+    before = values_of((256, 5))
+    permutation, replacement, _ = moved_rows(256)
+    permuted = before[permutation]
+    permuted[7, 3] += 1
+    found = decide(
+        readings((256, 5), 256),
+        before,
+        Experiment(permutation, permuted),
+        [Experiment(replacement, before[replacement])],
+    )
     assert found == Decision(FIRST)
+
+
+def test_noise_of_16_bits_everywhere():
+    before = values_of((64, 5))
+    permutation, replacement, _ = moved_rows(64)
+    rounding = 1e-3 * np.random.default_rng(1).standard_normal((64, 5))
+    permuted = Experiment(permutation, before[permutation] + rounding)
+    replaced = Experiment(replacement, before[replacement])
+    assert decide(readings((64, 5), 64), before, permuted, [replaced], is_coarse=True) == Decision(FIRST)
+    assert decide(readings((64, 5), 64), before, permuted, [replaced]).where is None
+    swapped = [1, 0, *range(2, 64)]
+    permuted = Experiment(permutation, before[permutation][swapped] + rounding)
+    assert decide(readings((64, 5), 64), before[swapped], permuted, [replaced], is_coarse=True).where is None
+
+
+def test_mostly_padding_is_read_along_the_only_axis_that_fits_all():
+    """Sequence first, with one token that is not padding in each row: other readings fit nearly everywhere."""
+    before = np.zeros((200, 4))
+    before[0] = [1, 2, 3, 4]
+    found = decided((200, 4), before, before[:, PERMUTATION], before[:, REPLACEMENT])
+    assert found == Decision(RowAxis(1))
 
 
 def test_rows_that_depend_on_each_other():
@@ -195,11 +280,11 @@ def test_rows_that_depend_on_each_other():
 def test_rows_in_another_order_have_no_names(rows):
     """Whatever that order is, even if it commutes with our permutation."""
     before = values_of((rows, 7))
-    permutation, replacement = moved_rows(rows)
+    permutation, replacement, _ = moved_rows(rows)
     for order in map(list, permutations(range(rows))):
         permuted = Experiment(permutation, before[permutation][order])
         replaced = Experiment(replacement, before[replacement][order])
-        found = decide(readings((rows, 7), rows), before[order], permuted, replaced)
+        found = decide(readings((rows, 7), rows), before[order], permuted, [replaced])
         assert found.where == (FIRST if order == list(range(rows)) else None), order
 
 
@@ -239,9 +324,15 @@ def test_fingerprints_are_shaped_like_the_leading_axes():
     assert len(set(fingerprints(one.repeat(4, 1), 1).tolist())) == 1
 
 
-def test_tensors_are_found_in_arguments_of_any_shape():
-    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
-    assert [id(t) for t in tensors_in(((a, [b]), {"c": c, "d": 3}))] == [id(a), id(b), id(c)]
+def test_fingerprints_do_not_depend_on_the_default_type():
+    """They use a random vector that is kept: it must not have the type of its first use."""
+    features = 1234  # of no other test
+    torch.set_default_dtype(torch.float64)
+    try:
+        first = fingerprints(torch.ones(2, features), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert fingerprints(torch.ones(2, features), 1).tolist() == first.tolist()
 
 
 def test_a_layout_has_rows_and_positions():

@@ -12,7 +12,7 @@ from torch import nn
 from dualform.dual.gradients import of_slots
 from dualform.layers.keys import Maps, Numbers, Vectors
 from dualform.layers.recurrent import outputs
-from dualform.layers.row_proof import Told
+from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, geometry_of, queries_of, refusal, rule_for
 from dualform.layers.streams import Geometry, joined
@@ -375,7 +375,7 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
     task, ended = -1, []
     ledger = Ledger(
         store_as=StoreAs("float64", "slots", Pool()),
-        rows=RowFinder(Told(), {}, check=False, on_unclear="leave out"),
+        rows=RowFinder(BatchAxes(), {}, check=False, on_unclear="leave out"),
         seed=seed,
         graph_task=lambda: task,
         when_ended=ended.append,

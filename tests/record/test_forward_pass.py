@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import AxisError, BatchError, RecordingError
@@ -23,68 +24,6 @@ def named_slots(path, layer):
     rows = dual.slots(layer)["row"].to_list()
     ids = dual.rows["sample_id"].to_list()
     return [None if row is None or row < 0 else ids[row] for row in rows], dual.layer(layer).keys
-
-
-# Random arrangements
-
-ARRANGEMENTS = {
-    "as it is": lambda x: x,
-    "turned": lambda x: x.transpose(0, 1),
-    "flattened": lambda x: x.flatten(0, 1),
-    "turned and flattened": lambda x: x.transpose(0, 1).flatten(0, 1),
-    "flattened copy": lambda x: x.flatten(0, 1) * 1.0,
-    "one more axis": lambda x: x.unsqueeze(1),
-    "axes around": lambda x: x.unsqueeze(0).unsqueeze(2),
-    "twice": lambda x: torch.cat([x, x.flip(1)]),
-    "each row twice": lambda x: x.repeat_interleave(2, 0),
-    "windows": lambda x: x.unflatten(1, (2, -1)).flatten(0, 1),
-    "windows beside each other": lambda x: x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1),
-    "first position": lambda x: x[:, 0],
-    "mean over positions": lambda x: x.mean(1),
-    "turned and copied": lambda x: x.permute(1, 0, 2).contiguous(),
-    "sorted": lambda x: x.flatten(0, 1)[x[..., 1:].flatten(0, 1).sum(1).argsort()],
-    "rows in another order": lambda x: x.roll(1, 0),
-    "nothing of the rows": lambda x: torch.eye(x.shape[-1], dtype=x.dtype),
-}
-
-
-class Arranged(nn.Module):
-    """A linear map for each arrangement of the same input, whose vectors say whose they are: their first entry is the row."""
-
-    def __init__(self, names):
-        super().__init__()
-        self.names = names
-        self.maps = nn.ModuleList([nn.Linear(4, 2) for _ in names])
-
-    def forward(self, x):
-        return sum(m(ARRANGEMENTS[n](x)).square().sum() for n, m in zip(self.names, self.maps, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_no_slot_of_a_random_arrangement_has_a_wrong_name(tmp_path, seed):
-    """Rows are found, or the slot has no row, or the step asks; a name that is given is the right one."""
-    choose = random.Random(seed)
-    rows = choose.randint(2, 6)
-    positions = choose.choice([rows, 2 * rows, 2, 4, 6])
-    positions += positions % 2
-    names = choose.sample(sorted(ARRANGEMENTS), 3)
-    torch.manual_seed(seed)
-    inputs = torch.randn(rows, positions, 4, dtype=torch.float64)
-    inputs[..., 0] = torch.arange(rows).unsqueeze(1)
-    model = Arranged(names).double()
-    optimizer = sgd(model)
-    with dualform.record(model, optimizer, tmp_path / "run", on_unclear_rows="leave out") as recorder:
-        recorder.batch(sample_id=torch.arange(rows) + 100)
-        model(inputs).backward()
-        optimizer.step()
-    unnamed = {"sorted", "nothing of the rows", "rows in another order"}
-    for number, name in enumerate(names):
-        ids, keys = named_slots(tmp_path / "run", f"maps.{number}")
-        if name in unnamed:
-            assert set(ids) == {None}, name
-            continue
-        assert [one - 100 for one in ids] == keys[:, 0].round().long().tolist(), name
-    assert dualform.open(tmp_path / "run").verify().passed
 
 
 # Which batch() call a forward pass belongs to
@@ -113,7 +52,7 @@ def test_a_second_forward_pass_with_another_number_of_rows(tmp_path):
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:
         recorder.batch(sample_id=range(6))
         (model(torch.randint(0, 9, (6, 3))).sum() + model(torch.randint(0, 9, (4, 3))).sum()).backward()
-        with pytest.raises(BatchError, match=r"announced 6 rows.*\(4, 3\) \(the 2\. forward pass since that call\)"):
+        with pytest.raises(BatchError, match=r"announced 6 rows.*\(4, 3\) in forward pass 2 since that call"):
             optimizer.step()
 
 
@@ -187,6 +126,155 @@ def test_training_is_bitwise_the_same(tmp_path):
         assert recorded.training
 
 
+class Counter:
+    """A plain object with state."""
+
+    def __init__(self):
+        self.calls = 0
+
+
+class KeepsTensor(nn.Module):
+    """Its state is a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.map, self.mean = nn.Linear(4, 3), torch.zeros(4)
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return self.map(x - self.mean)
+
+
+class KeepsObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map, self.counter = nn.Linear(4, 3), Counter()
+
+    def forward(self, x):
+        self.counter.calls += 1
+        return self.map(x * (1 + 0.1 * self.counter.calls))
+
+
+class KeepsGenerators(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 3)
+        self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x):
+        noise = torch.rand(x.shape, generator=self.torch) + float(self.numpy.random()) + self.python.random()
+        return self.map(x + noise)
+
+
+class MomentumEncoder(nn.Module):
+    """Moves the weights of a second encoder in each forward pass, as MoCo does."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.map, self.slow, self.in_place = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False), in_place
+
+    def forward(self, x):
+        for slow, fast in zip(self.slow.parameters(), self.map.parameters(), strict=True):
+            if self.in_place:
+                slow.data.lerp_(fast.data, 0.1)
+            else:
+                slow.data = 0.9 * slow.data + 0.1 * fast.data
+        return self.map(x) - self.slow(x)
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.map(x.mul_(0.5).clone())
+
+
+class HiddenPart(nn.Module):
+    """Calls its parts by an object that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(4)
+        self.parts = Counter()
+        self.parts.norm = self.norm
+
+    def forward(self, x):
+        return self.map(self.parts.norm(x))
+
+
+class ClassAttribute(nn.Module):
+    """Calls a part by an attribute of its class, which copies share."""
+
+    def __init__(self):
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(4)
+        type(self).shared = [self.norm]
+
+    def forward(self, x):
+        return self.map(self.shared[0](x))
+
+
+def wrapped_forward():
+    """Wrappers replace model.forward, and the new one holds the old one in its closure."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    original = model.forward
+    model.forward = lambda x: 2 * original(x)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        KeepsTensor,
+        KeepsObject,
+        KeepsGenerators,
+        lambda: MomentumEncoder(in_place=False),
+        lambda: MomentumEncoder(in_place=True),
+        ChangesItsInput,
+        HiddenPart,
+        ClassAttribute,
+        wrapped_forward,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:not recorded")
+def test_the_proof_has_no_effect_on_models_with_state(tmp_path, make):
+    def train(path):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        recorder = dualform.record(model, optimizer, path) if path is not None else None
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            if recorder is not None:
+                recorder.batch(sample_id=range(5))
+            optimizer.zero_grad()
+            (model(x).square().sum() + x.sum()).backward()
+            optimizer.step()
+            states.append(x.clone())
+        if recorder is not None:
+            recorder.close()
+        return model
+
+    states = []
+    plain, recorded = train(None), train(tmp_path / "run")
+    for (name, one), other in zip(plain.state_dict().items(), recorded.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert all(torch.equal(one, other) for one, other in zip(states[:3], states[3:], strict=True))
+
+
+def test_what_cannot_be_tried_without_consequences_is_assumed(tmp_path):
+    model = MomentumEncoder(in_place=True)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run", exclude="slow") as recorder:
+        recorder.batch(sample_id=range(4))
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+    evidence = dualform.open(tmp_path / "run").info()["row_evidence"]["map"]
+    assert "assumed from step 0 on, because running a copy of the model raised WouldChangeTrainingError" in evidence
+
+
 def test_few_experiments_do_for_batches_of_many_lengths(tmp_path, monkeypatch):
     module = importlib.import_module("dualform.record.forward_pass")
     made = []
@@ -201,6 +289,191 @@ def test_few_experiments_do_for_batches_of_many_lengths(tmp_path, monkeypatch):
             optimizer.step()
             optimizer.zero_grad()
     assert len(made) == 2, "one where sequences are as long as the batch, one for all others"
+
+
+# Models that arrange rows in unusual ways
+
+
+def samples_of(rows, positions=5, first=0):
+    """Vectors whose first feature is the sample's number."""
+    inputs = torch.randn(rows, positions, 3)
+    inputs[..., 0] = torch.arange(first, first + rows).unsqueeze(1)
+    return inputs
+
+
+class Arranged(nn.Module):
+    def __init__(self, arrange):
+        super().__init__()
+        self.map, self.arrange = nn.Linear(3, 2), arrange
+
+    def forward(self, *given, **named):
+        return self.map(self.arrange(self, *given, **named))
+
+
+def record_arranged(path, arrange, batches, **settings):
+    """Train one step for each of some (arguments, rows); gives the dual."""
+    model = Arranged(arrange)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with dualform.record(model, optimizer, path, **settings) as recorder:
+        for arguments, rows in batches:
+            recorder.batch(sample_id=range(rows))
+            optimizer.zero_grad()
+            model(*arguments[0], **arguments[1]).sum().backward()
+            optimizer.step()
+    return dualform.open(path)
+
+
+def assert_named(path):
+    ids, keys = named_slots(path, "map")
+    assert ids == keys[:, 0].round().long().tolist()
+
+
+def test_rows_that_are_shuffled_in_training_only(tmp_path):
+    def arrange(model, x):
+        return x[torch.randperm(len(x))] if model.training else x
+
+    batches = [(((samples_of(4),), {}), 4)]
+    with pytest.raises(AxisError, match="does not follow the rows along any axis"):
+        record_arranged(tmp_path / "asks", arrange, batches)
+    record_arranged(tmp_path / "run", arrange, batches, on_unclear_rows="leave out")
+    assert set(named_slots(tmp_path / "run", "map")[0]) == {None}
+
+
+def test_a_switch_among_the_arguments_that_changes_the_arrangement(tmp_path):
+    """Sequences are as long as the batch, so shapes do not show it."""
+    batches = [(((samples_of(4, 4),), {"turned": turned}), 4) for turned in (False, True)]
+    record_arranged(tmp_path / "run", lambda _, x, turned: x.transpose(0, 1) if turned else x, batches)
+    assert_named(tmp_path / "run")
+
+
+def test_a_list_with_an_entry_for_each_row(tmp_path):
+    batches = [((([*samples_of(4, 4)],), {}), 4)]
+    dual = record_arranged(tmp_path / "run", lambda _, images: torch.stack(images), batches)
+    assert_named(tmp_path / "run")
+    assert dual.info()["row_evidence"]["map"] == "proved at step 0 (axis 0)"
+
+
+def test_a_list_of_texts(tmp_path):
+    batches = [(((["3", "1", "4", "15"],), {}), 4)]
+    dual = record_arranged(
+        tmp_path / "run", lambda _, texts: torch.tensor([[float(text), len(text), 1] for text in texts]), batches
+    )
+    assert dual.info()["row_evidence"]["map"] == "proved at step 0 (axis 0)"
+
+
+def test_inputs_that_are_cut_to_the_longest_row(tmp_path):
+    """Replacing the longest row changes all shapes; then other rows are replaced."""
+    for longest in range(4):
+        lengths = torch.ones(4, dtype=torch.int64)
+        lengths[longest] = 5
+        batches = [(((samples_of(4), lengths), {}), 4)]
+        path = tmp_path / f"run{longest}"
+        record_arranged(path, lambda _, x, lengths: x[:, : int(lengths.max())], batches)
+        assert_named(path)
+
+
+def test_one_infinite_feature_does_not_hide_the_rows(tmp_path):
+    x = samples_of(4)
+    x[1, 2, 2] = torch.inf
+    dual = record_arranged(tmp_path / "run", lambda _, x: x, [(((x,), {}), 4)])
+    assert dual.info()["row_evidence"]["map"] == "proved at step 0 (axis 0)"
+
+
+def test_rows_that_are_sorted_in_later_batches(tmp_path):
+    """All rows of the first batch are equally long, so sorting them by length changes nothing yet."""
+
+    def arrange(_, x, lengths):
+        return x[lengths.argsort(descending=True, stable=True)]
+
+    equal, different = torch.full((4,), 5), torch.tensor([2, 5, 3, 4])
+    batches = [(((samples_of(4), lengths), {}), 4) for lengths in (equal, different)]
+    dual = record_arranged(tmp_path / "run", arrange, batches[:1])
+    assert "order or select rows by their content (sort)" in dual.info()["row_evidence"]["map"]
+    with pytest.raises(AxisError, match="does not follow the rows along any axis"):
+        record_arranged(tmp_path / "asks", arrange, batches)
+
+
+def test_positions_that_are_selected_by_a_mask(tmp_path):
+    """As many vectors as a multiple of the rows, but not equally many of each."""
+
+    def arrange(_, x, mask):
+        return x[mask]
+
+    every, some = torch.ones(4, 5, dtype=torch.bool), torch.ones(4, 5, dtype=torch.bool)
+    some[0, :4] = False
+    batches = [(((samples_of(4), mask), {}), 4) for mask in (every, some)]
+    with pytest.raises(AxisError, match="layer 'map' got 16 vectors"):
+        record_arranged(tmp_path / "run", arrange, batches)
+
+
+def test_layers_that_only_see_zeros_at_first(tmp_path):
+    """An adapter that starts at zero: where its rows are is found when they begin to differ."""
+
+    batches = [(((samples_of(4), scale), {}), 4) for scale in (0.0, 1.0)]
+    dual = record_arranged(tmp_path / "run", lambda _, x, scale: (x * scale).flatten(0, 1), batches)
+    ids, _ = named_slots(tmp_path / "run", "map")
+    assert set(ids[:20]) == {None}
+    assert ids[20:] == [row for row in range(4) for _ in range(5)]
+    evidence = dual.info()["row_evidence"]["map"]
+    assert evidence.startswith("proved at step 1; assumed from step 0 on, because its input was the same for all rows")
+
+
+def test_forward_passes_of_very_many_kinds(tmp_path, monkeypatch):
+    """As of a model with many experts, of which each batch calls others."""
+    proofs = importlib.import_module("dualform.layers.row_proof")
+    monkeypatch.setattr(proofs, "MOST_KINDS", 3)
+    finder = importlib.import_module("dualform.record.forward_pass")
+    made = []
+    original = finder.prove
+    monkeypatch.setattr(finder, "prove", lambda *args: made.append(1) or original(*args))
+    batches = [(((samples_of(4),), {"kind": f"kind {number}"}), 4) for number in range(8)]
+    dual = record_arranged(tmp_path / "run", lambda _, x, kind: x.flatten(0, 1), batches)
+    assert len(made) == 3
+    ids, _ = named_slots(tmp_path / "run", "map")
+    assert ids == 8 * [row for row in range(4) for _ in range(5)]
+    evidence = dual.info()["row_evidence"]["map"]
+    assert "assumed from step 3 on, because the model has run in more than 3 different ways" in evidence
+
+
+def test_a_module_that_is_called_by_itself_with_other_rows(tmp_path):
+    """A head that sees chosen positions only: its slots can be kept without a row."""
+
+    def train(path, **settings):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+        optimizer = sgd(model)
+        with dualform.record(model, optimizer, path, **settings) as recorder:
+            recorder.batch(sample_id=range(4))
+            model["head"](model["body"](samples_of(4)).flatten(0, 1)[:12]).sum().backward()
+            optimizer.step()
+        return path
+
+    with pytest.raises(BatchError, match=r"module 'head' was given.*flattened.*batch_axis=\{'head': 0\}.*leave out"):
+        train(tmp_path / "asks")
+    path = train(tmp_path / "run", on_unclear_rows="leave out")
+    assert set(named_slots(path, "head")[0]) == {None}
+    assert "(not clear)" in dualform.open(path).info()["row_evidence"]["head"]
+    assert None not in named_slots(path, "body")[0]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_layers_under_reentrant_checkpointing_are_proved(tmp_path):
+    class Checkpointed(Arranged):
+        def __init__(self):
+            super().__init__(None)
+            self.first = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return checkpoint(lambda h: self.map(h.transpose(0, 1)), self.first(x), use_reentrant=True)
+
+    model = Checkpointed()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=range(4))
+        model(samples_of(4)).sum().backward()
+        optimizer.step()
+    assert dualform.open(tmp_path / "run").info()["row_evidence"]["map"] == "proved at step 0 (axis 1)"
+    assert named_slots(tmp_path / "run", "map")[0] == [row for row in range(4) for _ in range(5)]
 
 
 # What verify and info say

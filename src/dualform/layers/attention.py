@@ -7,6 +7,7 @@ are the error signals of the projections, and what it gives is the input of the 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -104,7 +105,53 @@ def _slots(
         slopes.append(of_weights.reshape(weights.shape))
     found = torch.autograd.grad(targets, projected, slopes)
     back = [error.transpose(0, 1) if swapped else error for error in found]
-    return [Found(name, k, e, axis) for name, k, e in zip((*PARTS, "out_proj"), keys, (*back, of_output), strict=True)]
+    terms = [*_sizes_of_terms(module, projected, slopes[0], of_weights, training), 0.0]
+    every = zip((*PARTS, "out_proj"), keys, (*back, of_output), terms, strict=True)
+    return [Found(name, key, error, axis, error_terms=size) for name, key, error, size in every]
+
+
+def _sizes_of_terms(
+    module: nn.MultiheadAttention, projected: list[Tensor], slope: Tensor, of_weights: Tensor | None, training: bool
+) -> list[float]:
+    """Bounds on the norms of the absolute terms that the error signals of queries, keys and values are sums of.
+
+    slope: the gradient dO of what the heads give; of_weights: the gradient of the attention weights P, if they have one.
+
+    If all keys that a query sees are equal, its error signal is zero, and what is computed is rounding. How large that may be:
+    dV = Pᵀ dO; dP = dO Vᵀ; dS = P ⊙ (dP − rowsum(dP ⊙ P)); dQ = dS K / √d; dK = dSᵀ Q / √d. Rows of P sum to 1, so the terms of dS are at most
+    2 P ‖dO‖ max ‖V‖.
+    """
+    heads = module.num_heads
+    query, key, value, error = (_norms_of_heads(tensor, heads) for tensor in (*projected, slope))
+    longest_key = torch.cat([key, _norms_of_bias(module.bias_k, key)]).amax(0)
+    longest_value = torch.cat([value, _norms_of_bias(module.bias_v, value)]).amax(0)
+    largest = error * longest_value
+    if of_weights is not None and of_weights.numel():
+        largest = largest + of_weights.abs().max()
+    # Dropout scales the weights that it keeps
+    kept = 1 - module.dropout if training and module.dropout < 1 else 1.0
+    root_of_length = math.sqrt(len(error))
+    of_queries = 2 / kept / math.sqrt(module.head_dim) * _norm(largest * longest_key)
+    of_keys = 2 / kept / math.sqrt(module.head_dim) * root_of_length * _norm(largest * query)
+    of_values = root_of_length / kept * _norm(error)
+    return [of_queries, of_keys, of_values]
+
+
+def _norms_of_heads(tensor: Tensor, heads: int) -> Tensor:
+    """(time, rows, features) → (time, rows, heads)."""
+    apart = tensor.detach().reshape(*tensor.shape[:2], heads, tensor.shape[2] // heads)
+    norms: Tensor = torch.linalg.vector_norm(apart, dim=-1, dtype=torch.float64)
+    return norms
+
+
+def _norms_of_bias(bias: Tensor | None, like: Tensor) -> Tensor:
+    """The norms of a key or value that each row gets beside its own, (1, rows, heads) like those of the others; 0 if there is none."""
+    zeros = like.new_zeros(1, *like.shape[1:])
+    return zeros if bias is None else zeros + _norms_of_heads(bias, like.shape[2])
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
 
 
 def _with_rows(mask: Tensor | None) -> Tensor | None:

@@ -27,6 +27,11 @@ class Found:
     """The leading axis that holds the rows, if the module says so itself."""
     lead: int | None = None
     """How many leading axes there are, if not all but the last."""
+    key_terms: float = 0.0
+    """If each key is itself a sum, which may cancel: a bound on the norm of the sums of absolute terms. The audit allows for as much rounding
+    as terms of this size have (see record/audit.py). 0: the norm of the keys is that bound."""
+    error_terms: float = 0.0
+    """The same for error signals that are sums, or that were computed again."""
 
 
 @dataclass(slots=True)

@@ -1,14 +1,24 @@
-"""A copy of a module that can be run without consequences: it shares the weights and nothing else that running it would change."""
+"""Copies of modules and arguments that can be run without consequences for the training.
+
+A copy shares the memory of the weights. Everything else that running a module may change is copied: buffers, tensors, counters, containers,
+random generators, caches. What cannot be copied (open files, a trainer with its data) is shared.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import random
 import types
-from collections import OrderedDict
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -16,56 +26,191 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_full_backward_hooks",
 )
+MOST_PARTS = 5000
+"""An object with more parts than this, such as a trainer that a module refers to, is shared and not copied."""
 
 
-def runnable_copy(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """Copy modules and the containers that they keep; everything else is shared, and buffers are cloned.
+class Copier:
+    """Copies objects. Those that refer to each other are copied once, so that their copies refer to each other."""
 
-    A counter that a forward pass moves on, or a list that it appends to, is the copy's own. Hooks are left out, since they may have
-    effects elsewhere, but for those that compute weights (torch.nn.utils). copies: gets the copy of each object, by the original's id.
-    """
-    copy: nn.Module = _copied(module, copies)
-    return copy
+    def __init__(self) -> None:
+        self._copies: dict[int, Any] = {}
+        """By the original's id."""
+        self._originals: list[Any] = []
+        """Keeps the originals alive, since an id may be used again."""
+        self.modules: dict[int, nn.Module] = {}
+        """The copies of modules, by the original's id."""
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it cannot change or cannot be copied."""
+        known = self._copies.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.jit.ScriptModule):  # its parts are out of reach, so its weights are copied too
+            return self._keep(value, copy.deepcopy(value))
+        if isinstance(value, nn.Module):
+            return self._copy_module(value)
+        if isinstance(value, Tensor):
+            return self._keep(value, _copy_tensor(value))
+        copy_value = _COPIES.get(type(value))
+        if copy_value is not None:
+            return copy_value(self, value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.copy(item) for item in value))
+        if _is_plain_object(value) and _count_parts(value) <= MOST_PARTS:
+            return self._copy_object(value)
+        return value
+
+    def _keep(self, original: Any, made: T) -> T:
+        self._copies[id(original)] = made
+        self._originals.append(original)
+        return made
+
+    def _copy_module(self, module: nn.Module) -> nn.Module:
+        made: nn.Module = object.__new__(type(module))
+        self._keep(module, made)  # before its parts: they may refer to it
+        self.modules[id(module)] = made
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                # Hooks may have effects elsewhere, except those that compute a weight
+                vars(made)[name] = OrderedDict((key, hook) for key, hook in value.items() if _computes_weight(hook))
+            else:
+                vars(made)[name] = self.copy(value)
+        return made
+
+    def _copy_object(self, value: Any) -> Any:
+        made = self._keep(value, object.__new__(type(value)))
+        for name, part in vars(value).items():
+            vars(made)[name] = self.copy(part)
+        return made
+
+    def _copy_dictionary(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        made = self._keep(value, type(value)())
+        for key, item in value.items():  # not update(), which adds up in a Counter
+            made[key] = self.copy(item)
+        return made
+
+    def _copy_default_dictionary(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
+        made: defaultdict[Any, Any] = self._keep(value, defaultdict(self.copy(value.default_factory)))
+        for key, item in value.items():
+            made[key] = self.copy(item)
+        return made
+
+    def _copy_list(self, value: list[Any]) -> list[Any]:
+        made: list[Any] = self._keep(value, [])
+        made.extend(self.copy(item) for item in value)
+        return made
+
+    def _copy_deque(self, value: deque[Any]) -> deque[Any]:
+        made: deque[Any] = self._keep(value, deque(maxlen=value.maxlen))
+        made.extend(self.copy(item) for item in value)
+        return made
+
+    def _copy_tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self.copy(item) for item in value)
+
+    def _copy_method(self, value: types.MethodType) -> types.MethodType:
+        return types.MethodType(value.__func__, self.copy(value.__self__))
+
+    def _copy_partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
+        keywords = {name: self.copy(item) for name, item in value.keywords.items()}
+        return functools.partial(self.copy(value.func), *self.copy(value.args), **keywords)
+
+    def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
+        """A function may refer to modules by its closure: a forward that was replaced by a wrapper does."""
+        if not value.__closure__:
+            return value
+        cells = [types.CellType() for _ in value.__closure__]
+        made = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, closure=tuple(cells)
+        )
+        made.__kwdefaults__ = value.__kwdefaults__
+        self._keep(value, made)
+        for cell, original in zip(cells, value.__closure__, strict=True):
+            if _is_filled(original):
+                cell.cell_contents = self.copy(original.cell_contents)
+        return made
+
+    def _copy_generator(self, value: torch.Generator) -> torch.Generator:
+        made = torch.Generator(value.device)
+        made.set_state(value.get_state())
+        return self._keep(value, made)
+
+    def _copy_deeply(self, value: Any) -> Any:
+        return self._keep(value, copy.deepcopy(value))
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    if id(value) in copies:
-        return copies[id(value)]
-    if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
-        return _copied_module(value, copies)
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return types.MethodType(value.__func__, _copied(value.__self__, copies))
-    if type(value) in (dict, OrderedDict):
-        found = copies[id(value)] = type(value)()
-        found.update((key, _copied(inner, copies)) for key, inner in value.items())
-        return found
-    if type(value) is list:
-        items: list[Any] = []
-        copies[id(value)] = items
-        items.extend(_copied(inner, copies) for inner in value)
-        return items
-    if type(value) is tuple:
-        return tuple(_copied(inner, copies) for inner in value)
-    if type(value) is set:
-        return set(value)
-    return value
+_COPIES: dict[type, Callable[[Copier, Any], Any]] = {
+    dict: Copier._copy_dictionary,
+    OrderedDict: Copier._copy_dictionary,
+    Counter: Copier._copy_dictionary,
+    defaultdict: Copier._copy_default_dictionary,
+    list: Copier._copy_list,
+    tuple: Copier._copy_tuple,
+    deque: Copier._copy_deque,
+    set: lambda self, value: self._keep(value, set(value)),
+    bytearray: Copier._copy_deeply,
+    np.ndarray: lambda self, value: self._keep(value, value.copy()),
+    random.Random: Copier._copy_deeply,
+    np.random.RandomState: Copier._copy_deeply,
+    np.random.Generator: Copier._copy_deeply,
+    torch.Generator: Copier._copy_generator,
+    types.MethodType: Copier._copy_method,
+    types.FunctionType: Copier._copy_function,
+    functools.partial: Copier._copy_partial,
+}
+"""How values of these types are copied."""
 
 
-def _copied_module(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    copy: nn.Module = object.__new__(type(module))
-    copies[id(module)] = copy  # before its parts: they may refer to it
-    for name, value in vars(module).items():
-        if name in _HOOKS:
-            kept = OrderedDict((key, hook) for key, hook in value.items() if _computes_weights(hook))
-            vars(copy)[name] = kept
-        elif name == "_buffers":
-            buffers = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
-            vars(copy)[name] = buffers
-        else:
-            vars(copy)[name] = _copied(value, copies)
-    return copy
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    if type(tensor) is nn.Parameter:
+        # Shares the memory, but not what is assigned to its .data or .grad
+        alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        alias.__dict__.update(tensor.__dict__)
+        return alias
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    with torch.no_grad():
+        return tensor.clone()
 
 
-def _computes_weights(hook: Any) -> bool:
+def _is_plain_object(value: Any) -> bool:
+    """Whether all that a value knows is in its attributes."""
+    kind: Any = type(value)
+    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    is_ordinary = kind.__new__ is object.__new__ and kind.__reduce_ex__ is object.__reduce_ex__
+    return is_ordinary and kind.__reduce__ is object.__reduce__
+
+
+def _count_parts(value: Any) -> int:
+    """How many objects a copy would have to visit, counted up to MOST_PARTS + 1."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(seen) <= MOST_PARTS:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (Tensor, nn.Module)):
+            continue
+        if isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, (list, tuple, set, deque)):
+            waiting.extend(part)
+        elif _is_plain_object(part):
+            waiting.extend(vars(part).values())
+    return len(seen)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (an empty cell raises)
+    except ValueError:
+        return False
+    return True
+
+
+def _computes_weight(hook: Any) -> bool:
     """Whether a hook belongs to PyTorch's own weight normalisation, spectral normalisation or pruning."""
     return type(hook).__module__.startswith("torch.nn.utils")

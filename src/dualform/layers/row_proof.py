@@ -1,74 +1,50 @@
 """The names proof: does each slot belong to the row whose name it carries?
 
-Sums cannot show that: a swap of two names leaves every sum right. So the model runs again, without gradients, with the rows of its batch
-permuted, and the input of each layer must be permuted in the same way along the axis that is taken for the rows. Where the forward pass
-draws random numbers, which stay in their places, some rows are replaced instead, and only their vectors may change.
+Sums cannot show that: swapping two names leaves every sum right. So a copy of the model runs again, without gradients: as it was, with the
+rows of its batch permuted, and with some of them replaced. The input of each layer must change in the same way along the axis that is taken
+for the rows.
 
-Nothing of the training changes: a copy of the modules runs that shares their weights only, and random states are put back.
+The model runs in the mode that it is in, so that what it does only in training (shuffling, say) is seen, but without dropout. Where something
+stays in place when rows move (random numbers, a state that the model keeps for each row), further runs replace other rows. Where that also
+mixes with all rows (noise before a batch normalisation), the model runs in evaluation mode.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from threading import RLock
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dualform.layers.found import Arguments, Found
-from dualform.layers.module_copy import runnable_copy
+from dualform.layers.found import Arguments
+from dualform.layers.rehearsal import Calls, rehearse
+from dualform.layers.row_arguments import Placement, holds_rows, move_rows, options_in, placements, tensors_in
 from dualform.layers.rows import (
+    MIXING,
+    PLACES,
     SHARED,
     Decision,
     Experiment,
-    Fingerprints,
     Lead,
     RowAxis,
     RowMap,
     decide,
-    fingerprints,
+    reading_of_batch_axis,
+    reading_of_module,
     readings,
-    tensors_in,
-    told_of_module,
-    told_reading,
 )
-from dualform.layers.rules import Rule, rule_for
-from dualform.layers.streams import joined
+
+MOST_TRIES = 3
+"""How many batches of a kind are tried if the first does not settle where the rows are."""
+MOST_KINDS = 32
+"""After this many kinds of forward passes of a module, what they have in common decides about others."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """What one call of a layer was given in an experiment."""
-
-    lead: Lead
-    axis: int | None
-    """The leading axis of the rows, if the module itself names it."""
-    numbers: Fingerprints
-
-
-@dataclass
-class Calls:
-    """The inputs of all layers in one run of the model, by layer, in the order of their calls."""
-
-    by_layer: dict[str, list[Input]] = field(default_factory=dict)
-
-    def add(self, layer: str, found: Found) -> None:
-        """A layer was called."""
-        lead = found.keys.dim() - 1 if found.lead is None else found.lead
-        one = Input(tuple(found.keys.shape[:lead]), found.axis, fingerprints(found.keys, lead))
-        self.by_layer.setdefault(layer, []).append(one)
-
-
-@dataclass(frozen=True)
-class Told:
+class BatchAxes:
     """What the user says in batch_axis=: axes by the names of layers and modules, which may be patterns."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -78,93 +54,37 @@ class Told:
     """The axis of the model's arguments that holds the rows."""
 
     def reading(self, layer: str, lead: Lead, rows: int, axis: int | None) -> RowAxis | None:
-        """How the user says that a layer's input is read; None: nothing is said. axis: what the module says itself."""
+        """How the user says that a layer's input is read; None: nothing is said. axis: the one that the module itself names."""
         patterns = self._patterns(layer)
         if not patterns:
             return None
         named = self.axes[patterns[0]]
-        return told_reading(lead, rows, named, layer) if axis is None else told_of_module(lead, rows, axis, named)
+        if axis is None:
+            return reading_of_batch_axis(lead, rows, named, layer)
+        return reading_of_module(lead, rows, axis, named)
 
     def _patterns(self, layer: str) -> list[str]:
-        """The keys of batch_axis that name a layer or its module, exact names first."""
+        """The keys of batch_axis that match a layer or its module, exact names first."""
         names = dict.fromkeys((layer, self.modules.get(layer, layer)))
         exact = [name for name in names if name in self.axes]
         return exact + [pattern for pattern in self.axes if any(fnmatchcase(name, pattern) for name in names)]
 
     def names(self, layer: str) -> bool:
-        """Whether the user says anything of a layer."""
+        """Whether the user says anything about a layer."""
         return bool(self._patterns(layer))
 
     def layers(self, module: str) -> list[str]:
         """The layers of a module."""
         return [layer for layer, owner in self.modules.items() if owner == module]
 
-    def with_inputs(self, axis: int | None) -> Told:
+    def with_inputs(self, axis: int | None) -> BatchAxes:
         """The same, for a module whose arguments have their rows along this axis."""
         return replace(self, inputs=axis)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Along which axis each tensor of the arguments holds the rows, in the order of `tensors_in`; None: it holds none."""
-
-    axes: tuple[int | None, ...]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether rows are a first axis only."""
-        return all(axis in (None, 0) for axis in self.axes)
-
-
-def placements(tensors: Sequence[Tensor], rows: int, told: int | None) -> list[Placement]:
-    """How the rows may lie in the model's arguments, the likeliest first. told: the axis that the user names.
-
-    A tensor holds them along its first axis, or else along the only one of that length (the state of a recurrent layer). Sequence-first
-    models have them along the second.
-    """
-    if told is not None:
-        return [Placement(tuple(told if _length(t, told) == rows else _axis_of_rows(t, rows) for t in tensors))]
-    first = Placement(tuple(_axis_of_rows(t, rows) for t in tensors))
-    second = Placement(tuple(1 if _length(t, 1) == rows else _axis_of_rows(t, rows) for t in tensors))
-    # A square tensor (a mask over positions) may only look as if it held rows
-    square = [t.dim() == 2 and t.shape[0] == t.shape[1] == rows and n > 0 for n, t in enumerate(tensors)]
-    without = Placement(tuple(None if skip else axis for axis, skip in zip(first.axes, square, strict=True)))
-    found = [first, without, second]
-    return [one for n, one in enumerate(found) if any(a is not None for a in one.axes) and one not in found[:n]]
-
-
-def _length(tensor: Tensor, axis: int) -> int:
-    return tensor.shape[axis] if axis < tensor.dim() else -1
-
-
-def _axis_of_rows(tensor: Tensor, rows: int) -> int | None:
-    fits = [axis for axis, length in enumerate(tensor.shape) if length == rows]
-    return fits[0] if fits and (fits[0] == 0 or len(fits) == 1) else None
-
-
-def move_rows(value: Any, placement: Iterator[int | None], rows: RowMap) -> Any:
-    """The arguments of a forward pass with their rows moved. placement: the axis of each tensor, in the order of `tensors_in`."""
-    if isinstance(value, PackedSequence):
-        padded, lengths = pad_packed_sequence(value, batch_first=True)
-        for _ in tensors_in(value):
-            next(placement)
-        order = torch.from_numpy(rows)
-        return pack_padded_sequence(padded[order], lengths[order], batch_first=True, enforce_sorted=False)
-    if isinstance(value, Tensor):
-        axis = next(placement)
-        return value if axis is None else value.index_select(axis, torch.from_numpy(rows).to(value.device))
-    if isinstance(value, Mapping):
-        moved = {name: move_rows(inner, placement, rows) for name, inner in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
-    if isinstance(value, (tuple, list)):
-        items = [move_rows(inner, placement, rows) for inner in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 @dataclass
 class Proof:
-    """What experiments have shown of a forward pass."""
+    """What experiments have shown about a forward pass."""
 
     decisions: dict[str, list[Decision]] = field(default_factory=dict)
     """By layer: where the rows are in each of its calls."""
@@ -175,21 +95,31 @@ class Proof:
     is_confirmed: bool = False
     """Whether the rows are where the user says in some layer, or where a module itself says (a recurrent layer, attention)."""
 
-    def is_complete(self, told: Told, called: Collection[str]) -> bool:
-        """Whether every call is decided, of every layer of the modules that were called."""
-        seen = {told.modules.get(layer, layer) for layer in self.decisions}
-        return seen.issuperset(called) and all(one.is_proved for calls in self.decisions.values() for one in calls)
+    @property
+    def all_decisions(self) -> list[Decision]:
+        """Those of all calls of all layers."""
+        return [decision for calls in self.decisions.values() for decision in calls]
+
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether another batch may show more."""
+        return any(decision.may_differ for decision in self.all_decisions)
+
+    def covers(self, axes: BatchAxes, called: Collection[str]) -> bool:
+        """Whether there is a decision about every call of every module that was called."""
+        seen = {axes.modules.get(layer, layer) for layer in self.decisions}
+        return seen.issuperset(called) and all(decision.where is not None for decision in self.all_decisions)
 
     def score(self) -> int:
         """How many calls are decided."""
-        return sum(one.where is not None for calls in self.decisions.values() for one in calls)
+        return sum(decision.where is not None for decision in self.all_decisions)
 
 
 def prove(
     module: nn.Module,
     arguments: Arguments,
     rows: int,
-    told: Told,
+    axes: BatchAxes,
     recorded: Mapping[str, nn.Module],
     called: Collection[str],
 ) -> Proof:
@@ -197,28 +127,176 @@ def prove(
 
     recorded: modules by name; called: the names of those that the forward pass has called.
     """
-    tensors = tensors_in(arguments)
-    if not tensors:
-        return Proof(problem="the model is given no tensors whose rows could be permuted")
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
-    best = Proof(
-        problem=f"the model was given tensors of shapes {shapes}",
-        rows_differ=all(_length(tensor, 0) != rows for tensor in tensors),
-    )
-    subject = _Subject(module, recorded)
-    for placement in placements(tensors, rows, told.inputs):
-        attempt = _attempt(subject, arguments, rows, placement, told, called)
+    candidates = placements(arguments, rows, axes.inputs)
+    best = _nothing_shown(arguments, rows)
+    subject = _Subject(module, arguments, recorded, rows)
+    for placement in candidates:
+        attempt = _attempt(subject, placement, axes, called)
         # An axis other than the first is never taken by its length alone
-        is_trusted = told.inputs is not None or placement.is_first or attempt.is_confirmed
+        is_trusted = axes.inputs is not None or placement.is_first_axis or attempt.is_confirmed
         if is_trusted and (attempt.score() > best.score() or not best.decisions):
             best = attempt
-        if best.is_complete(told, called):
+        if best.covers(axes, called):
             break
     return best
 
 
+def _nothing_shown(arguments: Arguments, rows: int) -> Proof:
+    tensors = tensors_in(arguments)
+    if not tensors:
+        return Proof(problem="the model is given no tensors or lists whose rows could be permuted")
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
+    problem = f"the model was given tensors of shapes {shapes}"
+    return Proof(problem=problem, rows_differ=not holds_rows(arguments, rows))
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What experiments are made with."""
+
+    module: nn.Module
+    arguments: Arguments
+    recorded: Mapping[str, nn.Module]
+    rows: int
+
+    def run(self, placement: Placement, order: RowMap | None, *, evaluating: bool) -> Calls:
+        """What the layers are given when the rows are in this order (None: as they were)."""
+        arguments = self.arguments if order is None else move_rows(self.arguments, placement, order)
+        return rehearse(self.module, arguments, self.recorded, self.rows, evaluating=evaluating)
+
+    def experiment(self, placement: Placement, order: RowMap, *, evaluating: bool) -> tuple[RowMap, Calls]:
+        """The same, with the order of the rows."""
+        return order, self.run(placement, order, evaluating=evaluating)
+
+
+def _attempt(subject: _Subject, placement: Placement, axes: BatchAxes, called: Collection[str]) -> Proof:
+    """Make experiments with the rows where `placement` says: in the model's mode, then in evaluation mode if that may show more."""
+    proof = Proof()
+    for evaluating in (False, True):
+        try:
+            trial = _make_trial(subject, placement, evaluating=evaluating)
+            _decide_calls(proof, axes, trial)
+            if any(decision.hidden_by == PLACES for decision in proof.all_decisions):
+                more = [
+                    subject.experiment(placement, order, evaluating=evaluating) for order in coded_rows(subject.rows)
+                ]
+                _decide_calls(proof, axes, replace(trial, replaced=[*trial.replaced, *more]))
+        except Exception as error:
+            proof.problem = f"running a copy of the model raised {type(error).__name__}: {error}"
+        if not _may_evaluation_show_more(proof, subject.module):
+            break
+    return proof
+
+
+def _may_evaluation_show_more(proof: Proof, module: nn.Module) -> bool:
+    """Evaluation mode counts only where the model's own mode shows nothing: in evaluation it may arrange its rows differently."""
+    if not any(inner.training for inner in module.modules()):
+        return False
+    return not proof.decisions or any(decision.hidden_by == MIXING for decision in proof.all_decisions)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs of the model: as it was, with permuted rows, and with replaced rows."""
+
+    before: Calls
+    permuted: tuple[RowMap, Calls]
+    replaced: Sequence[tuple[RowMap, Calls]]
+
+
+def _make_trial(subject: _Subject, placement: Placement, *, evaluating: bool) -> _Trial:
+    permutation, *replacements = moved_rows(subject.rows)
+    before = subject.run(placement, None, evaluating=evaluating)
+    permuted = subject.experiment(placement, permutation, evaluating=evaluating)
+    for replacement in replacements:
+        replaced = subject.experiment(placement, replacement, evaluating=evaluating)
+        if _has_same_shapes(before, replaced[1]):
+            break  # else the longest row was replaced, and the model cuts its inputs to the longest
+    return _Trial(before, permuted, [replaced])
+
+
+def _has_same_shapes(some: Calls, others: Calls) -> bool:
+    def shapes(calls: Calls) -> dict[str, list[Lead]]:
+        return {layer: [one.lead for one in inputs] for layer, inputs in calls.by_layer.items()}
+
+    return shapes(some) == shapes(others)
+
+
+def _decide_calls(proof: Proof, axes: BatchAxes, trial: _Trial) -> None:
+    """Decide about every call of every layer that is not decided yet."""
+    for layer, inputs in trial.before.by_layer.items():
+        known = proof.decisions.get(layer, [])
+        if known and not any(decision.hidden_by for decision in known):
+            continue
+        decisions = []
+        for call, given in enumerate(inputs):
+            named = axes.reading(layer, given.lead, len(trial.permuted[0]), given.axis)
+            decision = _decide_call(trial, layer, call, named)
+            decisions.append(decision)
+            is_named = named is not None or given.axis is not None
+            if is_named and decision.is_proved and decision.where != SHARED:
+                proof.is_confirmed = True
+        if sum(one.is_proved for one in decisions) >= sum(one.is_proved for one in known):
+            proof.decisions[layer] = decisions
+
+
+def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) -> Decision:
+    given = trial.before.by_layer[layer][call]
+    permuted = _moved_input(trial, trial.permuted, layer, call)
+    replaced = [_moved_input(trial, experiment, layer, call) for experiment in trial.replaced]
+    known = [experiment for experiment in replaced if experiment is not None]
+    if permuted is None or len(known) < len(replaced):
+        return Decision(None, "its inputs have other shapes when rows are moved")
+    allowed = readings(given.lead, len(permuted.rows), given.axis) if named is None else [named]
+    decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse)
+    if decision.is_proved and decision.where != SHARED and given.ordered_by:
+        why = f"the model may order or select rows by their content ({given.ordered_by})"
+        return Decision(decision.where, why, may_differ=True)
+    return decision
+
+
+def _moved_input(trial: _Trial, moved: tuple[RowMap, Calls], layer: str, call: int) -> Experiment | None:
+    """A call of a layer in another run, if the layer was called as often, and with an input of the same shape."""
+    rows, calls = moved
+    inputs = trial.before.by_layer[layer]
+    others = calls.by_layer.get(layer, [])
+    if len(others) != len(inputs) or others[call].lead != inputs[call].lead:
+        return None
+    return Experiment(rows, others[call].numbers)
+
+
+def moved_rows(rows: int) -> tuple[RowMap, RowMap, RowMap]:
+    """Return the rows of the experiments, always the same: all permuted, half of them replaced, and the other half.
+
+    The permutation is one cycle, and the replaced rows follow each other in it. Then a model that puts its rows into another order is
+    found out by one of the two: only powers of a cycle commute with it, and none of them leaves a part of the cycle in place.
+    """
+    cycle = np.random.default_rng(rows).permutation(rows)
+    permutation = np.empty(rows, dtype=np.int64)
+    permutation[cycle] = np.roll(cycle, 1)
+    half = max(1, rows // 2)
+    return permutation, _replace(permutation, cycle[:half]), _replace(permutation, cycle[half:])
+
+
+def coded_rows(rows: int) -> list[RowMap]:
+    """Return the rows of further experiments, which replace each row in a pattern of its own: the digits of its number, from 1 on."""
+    permutation, _, _ = moved_rows(rows)
+    numbers = np.arange(1, rows + 1)
+    digits = range(rows.bit_length())
+    return [_replace(permutation, np.flatnonzero(numbers >> digit & 1)) for digit in digits]
+
+
+def _replace(permutation: RowMap, replaced: RowMap) -> RowMap:
+    replacement = np.arange(len(permutation))
+    replacement[replaced] = permutation[replaced]
+    return replacement
+
+
+# Which proof a forward pass needs
+
+
 def shape_class(tensor: Tensor, rows: int) -> Hashable:
-    """What a shape says of the rows: which axes are as long as the batch, and whether the first is a multiple of it.
+    """What a shape says about the rows: which axes are as long as the batch, and whether the first is a multiple of it.
 
     Sequences of other lengths are of the same class, so that few experiments do for all batches.
     """
@@ -227,164 +305,64 @@ def shape_class(tensor: Tensor, rows: int) -> Hashable:
     return tensor.dtype.is_floating_point, is_multiple, tuple(length == rows for length in shape)
 
 
+Shapes = Mapping[str, AbstractSet[Hashable]]
+"""By module: the shape classes of its inputs in a forward pass."""
+
+
 class Proofs:
-    """The proofs of a model's forward passes: one for each kind of them."""
+    """The proofs of a model's forward passes, one for each kind of them."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Proof] = {}
+        self._tries: dict[Hashable, int] = {}
+        self._of_module: dict[nn.Module, list[Proof]] = {}
+        self._common: dict[nn.Module, Proof] = {}
 
     def get(
-        self,
-        module: nn.Module,
-        arguments: Arguments,
-        shapes: Mapping[str, AbstractSet[Hashable]],
-        rows: int,
-        find: Callable[[], Proof],
+        self, module: nn.Module, arguments: Arguments, shapes: Shapes, rows: int, find: Callable[[], Proof]
     ) -> tuple[Proof, bool]:
-        """The proof for a forward pass, made by `find` if there is none yet; and whether it is new.
-
-        shapes: by module, the classes of the inputs it was given in the pass.
-        """
+        """Return the proof for a forward pass, made by `find` if it is needed, and whether it is new."""
         inputs = tuple(shape_class(tensor, rows) for tensor in tensors_in(arguments))
+        options = options_in(arguments)
         calls = frozenset((name, frozenset(classes)) for name, classes in shapes.items())
-        kind = (module, inputs, calls)
-        is_new = kind not in self._known
-        if is_new:
-            self._known[kind] = find()
-        return self._known[kind], is_new
+        kind = (module, module.training, inputs, options, calls)
+        known = self._known.get(kind)
+        tries = self._tries.get(kind, 0)
+        if known is not None and not (known.is_inconclusive and tries < MOST_TRIES):
+            return known, False
+        proofs = self._of_module.setdefault(module, [])
+        if known is None and len(proofs) >= MOST_KINDS:
+            # A model with many experts has too many kinds of forward passes to try each
+            is_new = module not in self._common
+            if is_new:
+                self._common[module] = _common_proof(proofs)
+            return self._common[module], is_new
+        found = find()
+        proofs.append(found)
+        self._known[kind] = found
+        self._tries[kind] = tries + 1
+        return found, True
+
+
+def _common_proof(proofs: Sequence[Proof]) -> Proof:
+    """What all of these proofs say alike, as an assumption about forward passes of other kinds."""
+    why = f"the model has run in more than {MOST_KINDS} different ways"
+    common = Proof(problem=why)
+    by_layer: dict[str, list[Decision]] = {}
+    for proof in proofs:
+        for layer, decisions in proof.decisions.items():
+            by_layer.setdefault(layer, []).extend(decisions)
+    for layer, decisions in by_layer.items():
+        places = {decision.where for decision in decisions}
+        where = places.pop() if len(places) == 1 else None
+        common.decisions[layer] = [Decision(where, why)]
+    return common
 
 
 def decision_of(decisions: Sequence[Decision], call: int | None) -> Decision:
-    """The decision for a call of a layer; where its number is not known, that of all calls, if they agree."""
+    """Return the decision for a call of a layer, or, where its number is not known, that of all calls if they agree."""
     if call is not None and call < len(decisions):
         return decisions[call]
     if decisions and all(one == decisions[0] for one in decisions):
         return decisions[0]
     return Decision(None, "its calls hold the rows in different places" if decisions else "")
-
-
-def _attempt(
-    subject: _Subject, arguments: Arguments, rows: int, placement: Placement, told: Told, called: Collection[str]
-) -> Proof:
-    """Experiments with the rows where `placement` says: in evaluation mode, then in the mode the model is in, for what is still open."""
-    proof = Proof()
-    permutation, replacement = moved_rows(rows)
-    for evaluating in (True, False):
-        if proof.is_complete(told, called):
-            break
-        try:
-            before = subject.run(arguments, evaluating=evaluating)
-            permuted = subject.run(_moved(arguments, placement, permutation), evaluating=evaluating)
-            replaced = subject.run(_moved(arguments, placement, replacement), evaluating=evaluating)
-        except Exception as error:
-            proof.problem = f"running the model again raised {type(error).__name__}: {error}"
-            continue
-        _decide(proof, told, before, (permutation, permuted), (replacement, replaced))
-    return proof
-
-
-def _decide(
-    proof: Proof, told: Told, before: Calls, permuted: tuple[RowMap, Calls], replaced: tuple[RowMap, Calls]
-) -> None:
-    rows = len(permuted[0])
-    for layer, inputs in before.by_layer.items():
-        others = [calls.by_layer.get(layer, []) for _, calls in (permuted, replaced)]
-        decisions = proof.decisions.get(layer, [])
-        if decisions and all(one.is_proved for one in decisions):
-            continue
-        found = []
-        for call, one in enumerate(inputs):
-            named = told.reading(layer, one.lead, rows, one.axis)
-            allowed = readings(one.lead, rows, one.axis) if named is None else [named]
-            if any(len(calls) != len(inputs) or calls[call].lead != one.lead for calls in others):
-                found.append(Decision(None, "its inputs have other shapes when the rows are permuted"))
-                continue
-            moved = Experiment(permuted[0], others[0][call].numbers)
-            changed = Experiment(replaced[0], others[1][call].numbers)
-            found.append(decide(allowed, one.numbers, moved, changed))
-            says_so = named is not None or one.axis is not None
-            if says_so and found[-1].is_proved and found[-1].where != SHARED:
-                proof.is_confirmed = True
-        if not decisions or sum(one.is_proved for one in found) > sum(one.is_proved for one in decisions):
-            proof.decisions[layer] = found
-
-
-def _moved(arguments: Arguments, placement: Placement, rows: RowMap) -> Arguments:
-    positional, named = move_rows(arguments, iter(placement.axes), rows)
-    return positional, named
-
-
-def moved_rows(rows: int) -> tuple[RowMap, RowMap]:
-    """The rows of both experiments, always the same: all permuted, and half of them replaced by others.
-
-    The permutation is one cycle, and the replaced rows follow each other in it. Then a model that puts its rows into another order is
-    found out by one of the two: only powers of a cycle commute with it, and none of them leaves a part of the cycle where it is.
-    """
-    cycle = np.random.default_rng(rows).permutation(rows)
-    permutation = np.empty(rows, dtype=np.int64)
-    permutation[cycle] = np.roll(cycle, 1)
-    replacement = np.arange(rows)
-    replaced = cycle[: max(1, rows // 2)]
-    replacement[replaced] = permutation[replaced]
-    return permutation, replacement
-
-
-_TURNS = RLock()
-"""Held while random states and settings of PyTorch are changed."""
-
-
-class _Subject:
-    """What runs in experiments: copies of a module, which tell what its recorded parts are given."""
-
-    def __init__(self, module: nn.Module, recorded: Mapping[str, nn.Module]):
-        self._module, self._recorded = module, recorded
-
-    def run(self, arguments: Arguments, *, evaluating: bool) -> Calls:
-        """What the layers are given. evaluating: in evaluation mode, or as the model is."""
-        copies: dict[int, Any] = {}
-        copy = runnable_copy(self._module, copies)  # a new one each time: a module may count its calls
-        calls = Calls()
-        for name, original in self._recorded.items():
-            rule = rule_for(original)
-            if rule is not None and id(original) in copies:
-                _hook(copies[id(original)], rule, name, calls)
-        for inner in copy.modules():  # not .eval(), which some modules use to change their weights
-            inner.training = inner.training and not evaluating
-        positional, named = arguments
-        with _same_random_numbers(self._module), torch.no_grad():
-            copy(*positional, **named)
-        return calls
-
-
-def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls) -> None:
-    begun: list[Any] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        begun[:] = [rule.begin(module) if rule.begin else None]
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-            for found in watch.slots(None):
-                calls.add(joined(name, found.layer), found)
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, with_kwargs=True)
-
-
-@contextlib.contextmanager
-def _same_random_numbers(module: nn.Module) -> Iterator[None]:
-    """Afterwards, all random states are what they were. These belong to the process, so threads take turns."""
-    devices = {parameter.device for parameter in module.parameters()}
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    with _TURNS:
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        try:
-            with torch.random.fork_rng(devices=cuda):
-                torch.backends.mha.set_fastpath_enabled(False)  # it calls no inner modules
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)

@@ -1,14 +1,14 @@
-"""Which entries of a layer's input belong to which row.
+"""Which vectors of a layer's input belong to which row of the batch.
 
-A slot that carries the wrong sample's name leaves every sum right, so nothing here guesses. Where the rows are is found by experiment:
-the model runs again with its rows permuted (or some of them replaced), and the input of each layer must change in the same way along
-the axis that holds them. This file has the readings that an input allows, and decides between them; `layers/row_proof.py` runs the model.
+A slot with the wrong sample's name leaves every sum right, so names are not guessed: the model runs again with its rows permuted, and
+with some of them replaced, and the input of each layer must change in the same way (`layers/row_proof.py` does that). This file lists
+the ways in which an input can hold the rows, and decides between them from what the experiments show.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,20 +22,29 @@ from dualform.errors import AxisError
 Lead = tuple[int, ...]
 """The shape of a layer's input without its features."""
 Fingerprints = np.ndarray[Any, np.dtype[np.float64]]
-"""One number for each vector of an input, shaped like its leading axes: equal vectors have equal numbers."""
+"""One number for each vector of an input, shaped like its leading axes. Equal vectors have equal numbers."""
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Values = np.ndarray[Any, Any]
 RowMap = np.ndarray[Any, np.dtype[np.int64]]
-"""(rows,): which row of the batch stands in the place of each row in an experiment."""
+"""(rows,): the row of the original batch that stands in each place of an experiment's batch."""
 
-WHOLE, ROWS_OUTSIDE, ROWS_INSIDE = "rows", "rows × positions", "positions × rows"
-"""What an axis holds: one entry a row; several for each row, which stand together; several for each row, the rows alternating."""
+WHOLE = "rows"
+"""The axis has one entry for each row."""
+ROWS_OUTSIDE = "rows × positions"
+"""The axis has several entries for each row, next to each other: x.flatten(0, 1) of (rows, positions, …)."""
+ROWS_INSIDE = "positions × rows"
+"""The axis has several entries for each row, and the rows alternate: x.flatten(0, 1) of (positions, rows, …)."""
 
+MIXING_SHARE = 0.75
+"""Rows depend on each other if this share of all vectors changes when about half of the rows are replaced."""
 FITTING_SHARE = 0.98
-"""A reading fits if this share of the entries does: rounding may flip a few decisions of a network (which expert gets a token)."""
+"""A reading may fit only this share of the vectors: rounding can flip a decision of a network, such as which expert gets a token."""
 ROUNDING = 1e-5
-"""A difference below this part of an input's size is rounding."""
+"""Differences below this fraction of an input's root mean square are rounding."""
+SAME_VECTOR = 1e-6
+"""Vectors are the same if they differ by less than this fraction: so little that among many vectors few agree by accident."""
 CLEARLY_BETTER = 0.1
-"""Where no reading fits to rounding, the best one is taken if it is off by less than this part of what the next one is off by."""
+"""If 16-bit arithmetic lets no reading fit up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +52,29 @@ class Layout:
     """How a tensor (*lead, features) is read as (rows, positions, features)."""
 
     split: Lead
-    """The leading shape, with a flattened axis taken apart."""
+    """The leading shape, with a flattened axis split into two."""
     axis: int | None
-    """The axis of `split` that holds the rows; None: all rows share these vectors."""
+    """The axis of `split` that holds the rows. None: all rows share these vectors."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether its slots belong to no row in particular."""
+        """Whether its slots belong to no single row."""
         return self.axis is None
 
     @cached_property
     def rows(self) -> int:
-        """How many rows; 1 for vectors that all rows share."""
-        return self.split[self.axis] if self.axis is not None and self.split else 1
+        """The number of rows; 1 for vectors that all rows share."""
+        if self.axis is None or not self.split:
+            return 1
+        return self.split[self.axis]
 
     @cached_property
     def positions(self) -> int:
-        """How many slots a row has: the product of the other axes."""
+        """The number of slots per row: the product of the other axes."""
         return math.prod(length for axis, length in enumerate(self.split) if axis != self.axis)
 
     def slots(self, tensor: Tensor) -> Tensor:
-        """(*lead, features) → (rows × positions, features), row-major; a view where possible."""
+        """(*lead, features) → (rows × positions, features), row by row; a view where possible."""
         if tensor.dim() == 2 and len(self.split) == 1:
             return tensor
         features = tensor.shape[-1]
@@ -75,19 +86,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class RowAxis:
-    """Where an input holds the rows, whatever its size."""
+    """Where an input holds the rows, for inputs of any size."""
 
     axis: int | None
-    """A leading axis; None: all rows share the input."""
+    """A leading axis. None: all rows share the input."""
     holds: str = WHOLE
+    """WHOLE, ROWS_OUTSIDE or ROWS_INSIDE."""
 
     def __str__(self) -> str:
         if self.axis is None:
             return "shared by all rows"
-        return f"axis {self.axis}" if self.holds == WHOLE else f"axis {self.axis} ({self.holds})"
+        if self.holds == WHOLE:
+            return f"axis {self.axis}"
+        return f"axis {self.axis} ({self.holds})"
 
     def layout(self, lead: Lead, rows: int) -> Layout | None:
-        """How an input of this shape is read; None if it cannot be read this way."""
+        """How an input of this shape is read, or None if it cannot be read this way."""
         return _layout(self, lead, rows)
 
 
@@ -95,9 +109,9 @@ FIRST = RowAxis(0)
 SHARED = RowAxis(None)
 
 
-@lru_cache(maxsize=1024)  # the same at every step
+@lru_cache(maxsize=1024)  # the shapes of a training run repeat at every step
 def _layout(where: RowAxis, lead: Lead, rows: int) -> Layout | None:
-    if rows == 1:  # everything belongs to the one row, however it is arranged
+    if rows == 1:  # a single row owns every vector
         return Layout((1, math.prod(lead)), 0)
     if rows == 0:
         return Layout((0, 1), 0) if math.prod(lead) == 0 else None
@@ -105,10 +119,12 @@ def _layout(where: RowAxis, lead: Lead, rows: int) -> Layout | None:
         return Layout(lead, None)
     if where.axis >= len(lead):
         return None
-    before, length, after = lead[: where.axis], lead[where.axis], lead[where.axis + 1 :]
+    before = lead[: where.axis]
+    length = lead[where.axis]
+    after = lead[where.axis + 1 :]
     if where.holds == WHOLE:
         return Layout(lead, where.axis) if length == rows else None
-    if rows == 0 or length % rows:
+    if length % rows:
         return None
     if where.holds == ROWS_OUTSIDE:
         return Layout((*before, rows, length // rows, *after), where.axis)
@@ -116,7 +132,7 @@ def _layout(where: RowAxis, lead: Lead, rows: int) -> Layout | None:
 
 
 def readings(lead: Lead, rows: int, axis: int | None = None) -> list[RowAxis]:
-    """Every way in which an input of this shape may hold the rows. axis: the module itself says that they are there."""
+    """List every way in which an input of this shape can hold the rows. axis: the one that the module itself names, if it does."""
     axes = range(len(lead)) if axis is None else (axis,)
     found = [RowAxis(one) for one in axes if lead[one] == rows]
     for one in axes:
@@ -125,10 +141,13 @@ def readings(lead: Lead, rows: int, axis: int | None = None) -> list[RowAxis]:
     return [*found, SHARED]
 
 
-def told_reading(lead: Lead, rows: int, axis: int, layer: str) -> RowAxis:
-    """The reading that batch_axis={layer: axis} means. For a flattened input, (vectors, features), 0 means that each row's positions
-    stand together, 1 that the rows alternate."""
-    if len(lead) == 1 and lead[0] != rows and axis in (0, 1) and rows and lead[0] % rows == 0:
+def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAxis:
+    """Return what batch_axis={layer: axis} means for an input of this shape.
+
+    For a flattened input (vectors, features), 0 means that each row's positions stand together, and 1 that the rows alternate.
+    """
+    is_flattened = len(lead) == 1 and rows > 0 and lead[0] != rows and lead[0] % rows == 0
+    if is_flattened and axis in (0, 1):
         return RowAxis(0, ROWS_OUTSIDE if axis == 0 else ROWS_INSIDE)
     if axis >= len(lead):
         raise AxisError(
@@ -145,193 +164,295 @@ def told_reading(lead: Lead, rows: int, axis: int, layer: str) -> RowAxis:
     )
 
 
-def told_of_module(lead: Lead, rows: int, axis: int, told_axis: int) -> RowAxis:
-    """The same for modules that say themselves which axis the batch is (recurrent layers, attention): where their batch is a multiple of
-    the rows, 0 means that each row's entries stand together, 1 that the rows alternate."""
-    if lead[axis] == rows or told_axis not in (0, 1):
+def reading_of_module(lead: Lead, rows: int, axis: int, batch_axis: int) -> RowAxis:
+    """Return the same for a module that names the axis of its batch itself (recurrent layers, attention).
+
+    Where its batch is a multiple of the rows, batch_axis 0 means that each row's entries stand together, and 1 that the rows alternate.
+    """
+    if lead[axis] == rows or batch_axis not in (0, 1):
         return RowAxis(axis)
-    return RowAxis(axis, ROWS_OUTSIDE if told_axis == 0 else ROWS_INSIDE)
+    return RowAxis(axis, ROWS_OUTSIDE if batch_axis == 0 else ROWS_INSIDE)
 
 
-def by_length(lead: Lead, rows: int, axis: int | None) -> RowAxis | None:
-    """The reading where no experiment was made: axis 0, or the axis that the module names, if its length is the number of rows."""
+def reading_by_length(lead: Lead, rows: int, axis: int | None) -> RowAxis | None:
+    """Return the reading without an experiment: axis 0, or the axis that the module names, if it is as long as the batch."""
     if rows == 1:
         return FIRST
     first = 0 if axis is None else axis
-    return RowAxis(first) if first < len(lead) and lead[first] == rows else None
+    fits = first < len(lead) and lead[first] == rows
+    return RowAxis(first) if fits else None
 
 
 def shape_text(lead: Lead) -> str:
-    """A shape, as messages show it."""
+    """Format a shape for messages."""
     return f"({', '.join([*map(str, lead), 'features'])})"
 
 
 # Experiments
 
+FOLLOWS_NOTHING = "its input does not follow the rows along any axis"
+SAME_FOR_ALL_ROWS = "its input was the same for all rows"
+SAME_AND_OF_ALL_ROWS = "its input is the same for all rows, and depends on all of them"
+PLACES = "places"
+"""Something stays in place when rows move, such as random numbers. More experiments with replaced rows may decide."""
+MIXING = "mixing"
+"""Every vector depends on every row, and on something that stays in place. Evaluation mode may decide."""
+
 
 @dataclass(frozen=True)
 class Decision:
-    """Which reading of an input an experiment has shown."""
+    """Which reading of an input the experiments have shown."""
 
     where: RowAxis | None
     """None: none of them, or several."""
     why: str = ""
     """Why it is not proved, if it is not."""
+    hidden_by: str = ""
+    """What hides the answer, if something does: PLACES or MIXING."""
+    may_differ: bool = False
+    """Whether another batch of the same shapes may give another answer."""
 
     @property
     def is_proved(self) -> bool:
-        """Whether the experiment leaves one reading only."""
+        """Whether the experiments leave a single reading."""
         return self.where is not None and not self.why
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An input of a layer in a run of the model with its rows moved: row i of that batch was row rows[i] of the first."""
+    """A layer's input in a run of the model whose row i was row rows[i] of the original batch."""
 
     rows: RowMap
     numbers: Fingerprints
 
+    @property
+    def is_moved(self) -> Flags:
+        """(rows,): whether another row stands in this place."""
+        moved: Flags = self.rows != np.arange(len(self.rows))
+        return moved
 
-def decide(allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment, replaced: Experiment) -> Decision:
-    """Which reading of an input two experiments show.
 
-    Permuted rows show along which axis an input follows them. Replaced rows show that nothing else depends on them, so that a model
-    that puts its rows into another order is not believed; and they decide where the forward pass draws random numbers, which are not
-    permuted with the rows.
+def decide(
+    allowed: Sequence[RowAxis],
+    before: Fingerprints,
+    permuted: Experiment,
+    replaced: Sequence[Experiment],
+    *,
+    is_coarse: bool = False,
+) -> Decision:
+    """Decide between the readings of an input from experiments.
+
+    Permuted rows show along which axis the input follows them. Replaced rows show that no other vector depends on them, so that a model
+    that reorders its rows is found out. Where something stays in place when rows move (random numbers, a state that the model keeps for
+    each row), replaced rows have to decide alone: then each row needs its own pattern of being replaced (`row_proof.coded_rows`).
+    is_coarse: whether 16-bit arithmetic may round the same row differently in another place.
     """
-    follows = _following(allowed, before, permuted)
-    if follows == [SHARED]:  # or a sorted list of all vectors, which a permutation does not change either
-        return Decision(SHARED) if _others_stay(SHARED, before, replaced) else Decision(None, FOLLOWS_NOTHING)
-    if len(follows) > 1:
-        return _choose_among_equal(follows)
-    if not follows and _has_same_vectors(before, permuted):
-        return Decision(None, FOLLOWS_NOTHING)  # the model has put its rows into an order of its own
-    if follows:
-        # Rows that depend on each other, as in a batch normalisation, change everywhere
-        fits = _others_stay(follows[0], before, replaced) or _changes_everywhere(before, replaced)
-        return Decision(follows[0]) if fits else Decision(None, FOLLOWS_NOTHING)
-    fitting = _depending([where for where in allowed if where != SHARED], before, replaced)
-    return Decision(fitting[0]) if len(fitting) == 1 else Decision(None, FOLLOWS_NOTHING)
+    following = _following(allowed, before, permuted, is_coarse=is_coarse)
+    if len(following) > 1:
+        consistent = [where for where in following if all(_others_stay(where, before, one) for one in replaced)]
+        return Decision(consistent[0]) if len(consistent) == 1 else _choose_among_equal(consistent)
+    if following == [SHARED]:
+        # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
+        stays = all(_others_stay(SHARED, before, experiment) for experiment in replaced)
+        return Decision(SHARED) if stays else Decision(None, FOLLOWS_NOTHING)
+    mixes_rows = all(
+        _changes_everywhere(before, experiment) for experiment in replaced
+    )  # as a batch normalisation does
+    if following:
+        fits = mixes_rows or all(_others_stay(following[0], before, experiment) for experiment in replaced)
+        return Decision(following[0]) if fits else Decision(None, FOLLOWS_NOTHING)
+    if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
+        return Decision(None, FOLLOWS_NOTHING)
+    if not _tell_rows_apart(replaced):
+        return Decision(None, FOLLOWS_NOTHING, hidden_by=PLACES)
+    if mixes_rows:
+        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+    depending = _depending(allowed, before, replaced)
+    return Decision(depending[0]) if len(depending) == 1 else Decision(None, FOLLOWS_NOTHING)
 
 
-FOLLOWS_NOTHING = "its input does not follow the rows along any axis"
+def _tell_rows_apart(replaced: Sequence[Experiment]) -> bool:
+    """Whether each row is replaced at least once, and in other experiments than all others: then what changes says which row is where."""
+    patterns = np.stack([experiment.is_moved for experiment in replaced], axis=1)
+    is_each_replaced = bool(patterns.any(axis=1).all())
+    return is_each_replaced and len(np.unique(patterns, axis=0)) == len(patterns)
 
 
 def _choose_among_equal(fitting: Sequence[RowAxis]) -> Decision:
-    """Vectors that are all equal stay the same however they are moved. The first axis is then taken for the rows if it is as long, and
-    another one never."""
-    why = "its input was the same for all rows"
-    for where in (FIRST, SHARED):
-        if where in fitting:
-            return Decision(where, why)
-    return Decision(None, f"its input can be read in several ways: {', '.join(map(str, fitting))}")
+    """Equal vectors stay the same wherever they are moved. The first axis may then be taken by its length, another one never."""
+    if FIRST in fitting:
+        return Decision(FIRST, SAME_FOR_ALL_ROWS)
+    if SHARED in fitting:
+        return Decision(SHARED, SAME_FOR_ALL_ROWS, may_differ=True)
+    if not fitting:
+        return Decision(None, SAME_AND_OF_ALL_ROWS)
+    why = f"its input can be read in several ways: {', '.join(map(str, fitting))}"
+    return Decision(None, why, may_differ=True)
 
 
-def _following(allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment) -> list[RowAxis]:
+def _following(
+    allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment, *, is_coarse: bool
+) -> list[RowAxis]:
     """The readings in which an input follows permuted rows."""
-    errors = {}
+    expected_by_reading = {}
     for where in allowed:
         expected = _moved(before, where, permuted.rows)
         if expected is not None:
-            errors[where] = _largest_usual(np.abs(permuted.numbers - expected))
-    exact = [where for where, error in errors.items() if error <= ROUNDING * _size(before)]
-    if exact or len(errors) < 2:
-        return exact
-    best, second = sorted(errors, key=errors.__getitem__)[:2]
-    is_clear = best != SHARED and errors[best] <= CLEARLY_BETTER * errors[second]
+            expected_by_reading[where] = expected
+    tolerance = ROUNDING * _root_mean_square(before)
+    exact = []
+    nearly = []
+    for where, expected in expected_by_reading.items():
+        is_off = np.abs(permuted.numbers - expected) > tolerance
+        if not is_off.any():
+            exact.append(where)
+        elif _is_flipped_by_rounding(is_off, permuted.numbers, before):
+            nearly.append(where)
+    if exact or nearly:
+        return exact or nearly
+    return _clearly_best(expected_by_reading, permuted) if is_coarse else []
+
+
+def _clearly_best(expected_by_reading: dict[RowAxis, Fingerprints], permuted: Experiment) -> list[RowAxis]:
+    """Where 16-bit arithmetic rounds more than ROUNDING, the reading that fits every row far better than any other reading does."""
+    rows = len(permuted.rows)
+    errors = {
+        where: np.abs(permuted.numbers - expected) for where, expected in expected_by_reading.items() if expected.size
+    }
+    usual = {where: float(np.quantile(error, FITTING_SHARE)) for where, error in errors.items()}
+    if len(usual) < 2:
+        return []
+    best, second = sorted(usual, key=usual.__getitem__)[:2]
+    by_row = _by_row(errors[best], best, rows)
+    if best == SHARED or by_row is None:
+        return []
+    worst_row = float(np.median(by_row, axis=1).max())
+    is_clear = max(worst_row, usual[best]) <= CLEARLY_BETTER * usual[second]
     return [best] if is_clear else []
 
 
-def _others_stay(where: RowAxis, before: Fingerprints, replaced: Experiment) -> bool:
-    """Whether vectors that do not belong to replaced rows have stayed what they were."""
-    changed = _by_row(_changed(before, replaced), where, len(replaced.rows))
-    if changed is None:
+def _is_flipped_by_rounding(is_off: Flags, found: Fingerprints, before: Fingerprints) -> bool:
+    """Whether the vectors that are off are few, and most of them are new.
+
+    A vector that stood elsewhere in the original input has been moved by the model; rounding makes new vectors.
+    """
+    if is_off.mean() > 1 - FITTING_SHARE:
         return False
-    is_other = replaced.rows == np.arange(len(replaced.rows))
-    others = changed if where == SHARED else changed[is_other]
-    return _share(others) <= 1 - FITTING_SHARE
+    known = np.sort(before, axis=None)
+    values = found[is_off]
+    right = np.searchsorted(known, values).clip(max=known.size - 1)
+    left = (right - 1).clip(min=0)
+    distance = np.minimum(np.abs(known[right] - values), np.abs(known[left] - values))
+    is_known = distance <= SAME_VECTOR * _root_mean_square(before)
+    return bool(is_known.mean() < 0.5)
 
 
-def _depending(allowed: Sequence[RowAxis], before: Fingerprints, replaced: Experiment) -> list[RowAxis]:
+def _others_stay(where: RowAxis, before: Fingerprints, replaced: Experiment) -> bool:
+    """Whether vectors of rows that were not replaced are what they were."""
+    is_changed = _is_changed(before, replaced)
+    by_row = _by_row(is_changed, where, len(replaced.rows))
+    if by_row is None:
+        return False
+    if where != SHARED:
+        by_row[replaced.is_moved] = False
+    is_off = _like_input(by_row, where, before.shape)
+    return not is_off.any() or _is_flipped_by_rounding(is_off, replaced.numbers, before)
+
+
+def _depending(allowed: Sequence[RowAxis], before: Fingerprints, replaced: Sequence[Experiment]) -> list[RowAxis]:
     """The readings in which vectors of replaced rows have changed, and no others."""
-    is_replaced = replaced.rows != np.arange(len(replaced.rows))
-    found = []
-    for where in allowed:
-        changed = _by_row(_changed(before, replaced), where, len(replaced.rows))
-        if changed is not None and changed[is_replaced].any() and _others_stay(where, before, replaced):
-            found.append(where)
-    return found
+    return [
+        where
+        for where in allowed
+        if where != SHARED and all(_only_replaced_change(where, before, experiment) for experiment in replaced)
+    ]
 
 
-def _by_row(flags: Flags, where: RowAxis, rows: int) -> Flags | None:
-    """(rows, positions), or (1, positions) of what all rows share; None if it cannot be read this way."""
-    split = where.layout(flags.shape, rows)
-    if split is None:
+def _only_replaced_change(where: RowAxis, before: Fingerprints, replaced: Experiment) -> bool:
+    by_row = _by_row(_is_changed(before, replaced), where, len(replaced.rows))
+    if by_row is None:
+        return False
+    # Not each of them: a row may have been replaced by an equal one
+    return bool(by_row[replaced.is_moved].any()) and _others_stay(where, before, replaced)
+
+
+def _by_row(values: Values, where: RowAxis, rows: int) -> Values | None:
+    """A copy shaped (rows, positions), or (1, positions) for shared vectors; None if it cannot be read this way."""
+    layout = where.layout(values.shape, rows)
+    if layout is None:
         return None
-    if split.axis is None:
-        return flags.reshape(1, -1)
-    return np.moveaxis(flags.reshape(split.split), split.axis, 0).reshape(rows, -1)
+    if layout.axis is None:
+        return values.reshape(1, -1).copy()
+    return np.moveaxis(values.reshape(layout.split), layout.axis, 0).reshape(rows, -1).copy()
+
+
+def _like_input(by_row: Flags, where: RowAxis, lead: Lead) -> Flags:
+    """The inverse of `_by_row`."""
+    layout = where.layout(lead, len(by_row))
+    if layout is None or layout.axis is None:
+        return by_row.reshape(lead)
+    others = [length for axis, length in enumerate(layout.split) if axis != layout.axis]
+    return np.moveaxis(by_row.reshape(len(by_row), *others), 0, layout.axis).reshape(lead)
 
 
 def _has_same_vectors(before: Fingerprints, permuted: Experiment) -> bool:
-    """Whether an input has the same vectors as before, wherever they are."""
+    """Whether an input has the same vectors as before, in whatever order."""
+    if not before.size:
+        return True
     apart = np.abs(np.sort(permuted.numbers, axis=None) - np.sort(before, axis=None))
-    return _largest_usual(apart) <= ROUNDING * _size(before)
+    return float(np.quantile(apart, FITTING_SHARE)) <= ROUNDING * _root_mean_square(before)
 
 
 def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
-    return _share(_changed(before, replaced)) >= FITTING_SHARE
+    """Whether rows depend on each other: more vectors change than those of the replaced rows, which are about half of them.
+
+    Not all of them need to: a vector of zeros behind a ReLU may stay what it is.
+    """
+    is_changed = _is_changed(before, replaced)
+    return bool(is_changed.size) and float(is_changed.mean()) >= MIXING_SHARE
 
 
-def _changed(before: Fingerprints, replaced: Experiment) -> Flags:
-    changed: Flags = np.abs(replaced.numbers - before) > ROUNDING * _size(before)
+def _is_changed(before: Fingerprints, replaced: Experiment) -> Flags:
+    changed: Flags = np.abs(replaced.numbers - before) > ROUNDING * _root_mean_square(before)
     return changed
 
 
-def _share(flags: Flags) -> float:
-    return float(flags.mean()) if flags.size else 0.0
-
-
 def _moved(before: Fingerprints, where: RowAxis, rows: RowMap) -> Fingerprints | None:
-    split = where.layout(before.shape, len(rows))
-    if split is None:
+    """The input as it should be after its rows were moved; None if it cannot be read this way."""
+    layout = where.layout(before.shape, len(rows))
+    if layout is None:
         return None
-    if split.axis is None:
+    if layout.axis is None:
         return before
-    moved: Fingerprints = before.reshape(split.split).take(rows, axis=split.axis).reshape(before.shape)
+    moved: Fingerprints = before.reshape(layout.split).take(rows, axis=layout.axis).reshape(before.shape)
     return moved
 
 
-def _largest_usual(errors: Fingerprints) -> float:
-    return float(np.quantile(errors, FITTING_SHARE)) if errors.size else 0.0
-
-
-def _size(values: Fingerprints) -> float:
+def _root_mean_square(values: Fingerprints) -> float:
     return math.sqrt(float(np.square(values).mean())) if values.size else 0.0
 
 
 def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
-    """One number for each vector of a layer's input, whose first `lead` axes are the leading ones."""
+    """Reduce each vector of a layer's input to one number: its product with a fixed random vector.
+
+    lead: how many axes of `keys` are leading ones.
+    """
     flat = keys.detach().flatten(lead) if keys.dim() > lead else keys.detach().unsqueeze(-1)
+    if flat.is_floating_point():
+        # One infinite feature must not hide which row a vector belongs to
+        flat = torch.nan_to_num(flat.float(), nan=0.5, posinf=1.0, neginf=-1.0)
     if flat.shape[-1] == 1:
         found = flat[..., 0].double()
     else:
-        generator = torch.Generator().manual_seed(flat.shape[-1])
-        directions = torch.randn(flat.shape[-1], generator=generator, dtype=torch.float32).to(flat.device)
-        found = (flat.float() @ directions).double()
+        direction = _direction(flat.shape[-1]).to(flat.device)
+        with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
+            found = (flat.float() @ direction).double()
     numbers: Fingerprints = found.cpu().numpy()
     return numbers
 
 
-# The model's arguments
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors among a forward's arguments: in tuples, lists and dictionaries too."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for inner in value for tensor in tensors_in(inner)]
-    return []
+@lru_cache(maxsize=64)
+def _direction(features: int) -> Tensor:
+    """A fixed random vector, whatever the default type and device are when it is first needed."""
+    generator = torch.Generator().manual_seed(features)
+    return torch.randn(features, generator=generator, dtype=torch.float32, device="cpu")

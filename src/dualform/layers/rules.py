@@ -159,13 +159,17 @@ def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: A
             return [Found("", given, None, lead=1 if by_channel else given.dim() - axes)]
         if errors[0] is None:
             return []
-        error, normal = errors[0], _normalised(module, given.detach(), statistics)
+        error = errors[0]
+        normal, shift = _normalised(module, given.detach(), statistics)
         parts = error * normal
+        positions = math.prod(error.shape[2:]) if by_channel else 1
+        key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
+        error_terms = math.sqrt(positions) * _norm(error)
         if by_channel:  # (rows, channels, …): one slot a row
             parts, error = (t.flatten(2).sum(2) if t.dim() > 2 else t for t in (parts, error))
         else:
             parts, error = parts.flatten(-axes), error.flatten(-axes)
-        return [Found("", parts, error)]
+        return [Found("", parts, error, key_terms=key_terms, error_terms=error_terms)]
 
     return [Watch([output], slots, given)]
 
@@ -178,17 +182,60 @@ def _running(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _normalised(module: nn.Module, given: Tensor, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The input as it is before weight and bias."""
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(given, module.normalized_shape, None, None, module.eps)
+def _normalised(
+    module: nn.Module, given: Tensor, statistics: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    """The normalised input before weight and bias, and its shift: mean / deviation, None if the mean is not subtracted.
+
+    The shift has a last axis of size 1, to be broadcast over what shares a mean (`_by_mean`).
+    """
+    if not given.numel():
+        return given, None
     if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(given, module.normalized_shape, None, module.eps)
+        return F.rms_norm(given, module.normalized_shape, None, module.eps), None
+    if isinstance(module, nn.LayerNorm):
+        normal, mean, scale = torch.native_layer_norm(given, module.normalized_shape, None, None, module.eps)
+        return normal, mean * scale
     if isinstance(module, nn.GroupNorm):
-        return F.group_norm(given, module.num_groups, None, None, module.eps)
+        rows, channels = given.shape[:2]
+        positions = math.prod(given.shape[2:])
+        normal, mean, scale = torch.native_group_norm(
+            given.contiguous(), None, None, rows, channels, positions, module.num_groups, module.eps
+        )
+        return normal, (mean * scale).unsqueeze(2)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    mean, variance = statistics if statistics is not None else (None, None)
-    return F.batch_norm(given, mean, variance, None, None, statistics is None, 0.0, module.eps)
+    if statistics is None:
+        normal, mean, scale = torch.native_batch_norm(given, None, None, None, None, True, 0.0, module.eps)
+    else:
+        mean, variance = statistics
+        normal = F.batch_norm(given, mean, variance, None, None, False, 0.0, module.eps)
+        scale = (variance + module.eps).rsqrt()
+    return normal, (mean * scale).unsqueeze(1)
+
+
+def _by_mean(module: nn.Module, tensor: Tensor) -> Tensor:
+    """A tensor shaped like the input, viewed so that its last axis runs over what shares a mean."""
+    if isinstance(module, nn.GroupNorm):
+        return tensor.reshape(len(tensor), module.num_groups, -1)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return tensor.flatten(2) if tensor.dim() > 2 else tensor.unsqueeze(2)
+    return tensor
+
+
+def _size_of_parts(module: nn.Module, error: Tensor, parts: Tensor, shift: Tensor | None) -> float:
+    """A bound on the norm of the absolute terms of error × normalised input, however PyTorch computes it.
+
+    Some of its kernels compute error × input / deviation and error × mean / deviation separately and subtract. The difference may be far
+    smaller than both (a deviation far below the mean) or zero (one channel in a group); its rounding is not.
+    """
+    if shift is None:
+        return _norm(parts)
+    # |input| / deviation is at most |normalised input| + |mean| / deviation
+    return _norm(parts) + 2 * _norm(_by_mean(module, error) * shift)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))  # squares may leave the range of float32
 
 
 # Recurrent layers

@@ -1,0 +1,307 @@
+"""Runs a copy of a module and notes what its recorded parts are given, without consequences for the training.
+
+Three guards make sure of that. Copies run (`layers/module_copy.py`), with copies of the arguments. A call of an original module, or a write to
+the memory of an original parameter or buffer, is an error before it happens. Random states are put back.
+
+Dropout is switched off, in training mode too: its masks stay in place when rows are moved, and would hide which row is where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dualform.errors import DualformError
+from dualform.layers.found import Arguments, Found
+from dualform.layers.module_copy import Copier
+from dualform.layers.rows import Fingerprints, Lead, fingerprints
+from dualform.layers.rules import Rule, rule_for
+from dualform.layers.streams import joined
+
+SHUFFLING_SEED = 2
+"""With this seed, neither random.shuffle nor np.random.permutation leaves few rows as they are: a model may shuffle its rows."""
+_SORTING = {"sort", "topk"}
+"""Operators that may reorder rows by what is in them, along one axis; they give values and where these came from."""
+_SELECTING = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim"}
+"""Operators that may select rows by what is in them."""
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while random states and settings of PyTorch are changed, which belong to the process."""
+
+
+class WouldChangeTrainingError(DualformError, RuntimeError):
+    """Running a copy of a module would change the training."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one call of a layer was given."""
+
+    lead: Lead
+    axis: int | None
+    """The leading axis of the rows, if the module itself names it."""
+    numbers: Fingerprints
+    is_coarse: bool = False
+    """Whether 16-bit arithmetic may have made it."""
+    ordered_by: str = ""
+    """The operator before this call that may have ordered or selected rows by their content, if there was one."""
+
+
+@dataclass
+class Calls:
+    """The inputs of all layers in one run of the model, by layer, in the order of their calls."""
+
+    by_layer: dict[str, list[Input]] = field(default_factory=dict)
+
+    def add(self, layer: str, found: Found, ordered_by: str) -> None:
+        """Note a call of a layer."""
+        lead = found.keys.dim() - 1 if found.lead is None else found.lead
+        shape = tuple(found.keys.shape[:lead])
+        given = Input(shape, found.axis, fingerprints(found.keys, lead), _is_coarse(found.keys), ordered_by)
+        self.by_layer.setdefault(layer, []).append(given)
+
+
+def _is_coarse(keys: Tensor) -> bool:
+    device = keys.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    return keys.dtype in (torch.float16, torch.bfloat16) or is_autocast or device != "cpu"
+
+
+def rehearse(
+    module: nn.Module, arguments: Arguments, recorded: Mapping[str, nn.Module], rows: int, *, evaluating: bool
+) -> Calls:
+    """Run a copy of a module; return what its recorded parts are given.
+
+    recorded: modules by name. rows: of the batch. evaluating: in evaluation mode; otherwise in the mode that the module is in.
+    """
+    copier = Copier()  # a new one for each run: modules may count their calls
+    copied = copier.copy(module)
+    for inner in copied.modules():  # not .eval(), which some modules use to change their weights
+        inner.training = inner.training and not evaluating
+    watching = _Watching(_memory_of(module), rows)
+    calls = Calls()
+    for name, original in recorded.items():
+        rule = rule_for(original)
+        if rule is not None and id(original) in copier.modules:
+            _hook(copier.modules[id(original)], rule, name, calls, watching)
+    positional, named = copier.copy(arguments)
+    with (
+        _ONE_AT_A_TIME,
+        _same_random_numbers(module),
+        _uncalled(set(copier.modules)),
+        _without_autocast_cache(),
+        torch.no_grad(),
+        watching,
+    ):
+        copied(*positional, **named)
+    return calls
+
+
+def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls, watching: _Watching) -> None:
+    begun: list[Any] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        begun[:] = [rule.begin(module) if rule.begin else None]
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
+            for found in watch.slots(None):
+                calls.add(joined(name, found.layer), found, watching.ordered_by)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def _memory_of(module: nn.Module) -> set[int]:
+    """Where parameters and buffers are in memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return {address for tensor in tensors if (address := _address(tensor))}
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and others without a storage
+        return 0
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches every operator: refuses those that would write to protected memory, notes those that order rows by content.
+
+    Random masks, as dropout draws them, become masks of ones, and random orders are never the trivial one.
+    """
+
+    def __init__(self, protected: set[int], rows: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._protected = protected
+        self._rows = rows
+        self.ordered_by = ""
+        """The last operator that may have ordered or selected rows by their content."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        for tensor in _written(func, args, named):
+            if _address(tensor) in self._protected:
+                raise WouldChangeTrainingError(f"its forward pass writes to a parameter or buffer ({func})")
+        name = _name_of(func)
+        if self._selects_rows(func, args):
+            self.ordered_by = name
+        if name == "bernoulli_":
+            return args[0].fill_(1)
+        if name == "bernoulli":
+            return torch.ones_like(args[0])
+        if name == "randperm":  # it could be any order, so not the one that changes nothing
+            return func(*args, **named).sort().values.roll(1)
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        output = func(*_without_dropout(func, args), **named)
+        if name in _SORTING and self._might_sort_rows(output[1], _argument(func, args, named, "dim")):
+            self.ordered_by = name
+        return output
+
+    def _might_sort_rows(self, indices: Tensor, axis: int) -> bool:
+        """Whether rows may have been sorted that were in order already. Where they were not, the experiment shows what becomes of that."""
+        if not indices.dim() or not self._may_be_rows(indices.shape[axis]) or _is_packing():
+            return False
+        in_order = torch.arange(indices.shape[axis], device=indices.device)
+        return bool((indices.movedim(axis, -1) == in_order).all())
+
+    def _selects_rows(self, func: Any, args: Any) -> bool:
+        name = _name_of(func)
+        if name in _SELECTING:
+            return any(map(self._may_be_rows, args[0].shape))
+        if name == "index":  # x[mask]
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            return any(self._may_be_rows(size) for mask in masks for size in mask.shape)
+        return False
+
+    def _may_be_rows(self, size: int) -> bool:
+        return size > 0 and size % self._rows == 0
+
+
+def _is_packing() -> bool:
+    """Whether PyTorch is packing sequences: it sorts them by their lengths, and recurrent layers undo that."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code.co_filename == torch.nn.utils.rnn.__file__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _name_of(func: Any) -> str:
+    name: str = func._schema.name.removeprefix("aten::")
+    return name
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The value of an operator's argument."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _without_dropout(func: Any, args: Any) -> Any:
+    """The arguments of an operator that has dropout built in (attention), without it."""
+    place = _dropout_argument(func)
+    if place is None or place >= len(args):
+        return args
+    return (*args[:place], 0.0, *args[place + 1 :])
+
+
+@cache
+def _dropout_argument(func: Any) -> int | None:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return place
+    return None
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    written = [
+        (place, argument.name)
+        for place, argument in arguments
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")  # the schemas of batch normalisations do not say so
+    ]
+    return tuple(written)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for place, name in _written_arguments(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (inner for inner in value if isinstance(inner, Tensor))
+
+
+@contextlib.contextmanager
+def _uncalled(originals: set[int]) -> Iterator[None]:
+    """Refuse calls of original modules in this thread. originals: their ids."""
+    thread = threading.get_ident()
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if id(module) in originals and threading.get_ident() == thread:
+            raise WouldChangeTrainingError(
+                f"its forward pass calls a {type(module).__name__} by a reference that cannot be copied"
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast remembers cast weights: those cast without gradients would be used by the training too."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _same_random_numbers(module: nn.Module) -> Iterator[None]:
+    """Always draw the same random numbers, and put all random states back afterwards."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    devices = {parameter.device for parameter in module.parameters()}
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    random.seed(SHUFFLING_SEED)
+    np.random.seed(SHUFFLING_SEED)
+    torch.backends.mha.set_fastpath_enabled(False)  # it calls no inner modules
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(SHUFFLING_SEED)  # other threads may draw between two runs
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
