@@ -64,11 +64,12 @@ class Training:
         """Let the writer end what it has begun; gives the processor's time that its thread takes for it."""
         if self._recorder is None:
             return 0.0
-        writer = self._recorder._writer
+        writer = self._recorder._recording._writer
         assert writer._thread.ident is not None
         clock = time.pthread_getcpuclockid(writer._thread.ident)
         used = time.clock_gettime(clock)
-        while writer._inbox.qsize() or writer._steps_bytes >= writer._chunk_bytes:
+        background = writer._background
+        while writer._inbox.qsize() or background._steps_bytes >= background._chunk_bytes:
             time.sleep(0.001)
         return time.clock_gettime(clock) - used
 

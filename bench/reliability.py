@@ -21,6 +21,7 @@ TITLES = {
     "fuzz": "Differential fuzzing",
     "faults": "Failing system calls",
     "power": "Losses of power",
+    "interrupts": "Interrupts",
 }
 """The campaigns in the order of the page."""
 

@@ -1,4 +1,4 @@
-"""Run the campaigns of docs/reliability.md: kills, mutations, fuzzing, faults, losses of power.
+"""Run the campaigns of docs/reliability.md: kills, mutations, fuzzing, faults, losses of power, interrupts.
 
     python bench/torture.py kill [--count 10000] [--minutes 60] [--seed 0]
     python bench/torture.py all
@@ -27,7 +27,8 @@ from campaigns import runs, system_calls
 from campaigns.case import Campaign
 from campaigns.results import FOLDER, Results
 
-CAMPAIGNS = ("kill", "mutate", "structured", "fuzz", "faults", "power")
+CAMPAIGNS = ("kill", "mutate", "structured", "fuzz", "faults", "power", "interrupts")
+"""Interrupts come last: they use Polars in this process, which does not survive a fork."""
 CLAIMED = 5
 """How many cases a process claims at a time."""
 SAVED_EVERY = 20.0

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.projection import EQUATIONS, Projection, random_columns
+from dualform.projection import EQUATIONS, SHORT, Projection, random_columns
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(100, 1), (100, 3), (100, 64), (2, 1)])
@@ -10,7 +10,23 @@ def test_enough_equations_whatever_the_shape(inputs, outputs):
     R = random_columns(inputs, outputs, torch.float64, torch.Generator().manual_seed(0))
     assert R.shape[0] == inputs
     assert R.shape[1] * outputs >= min(EQUATIONS, inputs * outputs)
+
+
+def test_entries_are_signs_where_there_are_many_inputs():
+    R = random_columns(SHORT + 1, 4, torch.float64, torch.Generator().manual_seed(0))
     assert set(R.unique().tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("inputs", [2, 3, 8])
+def test_rows_that_sum_to_zero_are_seen_by_every_column(inputs):
+    """LayerNorm makes such rows; a column of equal signs would not see them."""
+    row = torch.zeros(inputs, dtype=torch.float64)
+    row[0], row[1] = 1.0, -1.0
+    for seed in range(200):
+        R = random_columns(inputs, 1, torch.float64, torch.Generator().manual_seed(seed))
+        assert (row @ R).abs().min() > 1e-6
+        assert 0.5 <= R.square().min()
+        assert R.square().max() <= 1.5
 
 
 @pytest.mark.parametrize(("shape", "vector"), [((5, 7), False), ((3, 2, 3, 3), False), ((6,), True), ((2, 3), True)])

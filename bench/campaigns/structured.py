@@ -13,6 +13,7 @@ import copy
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,9 @@ from campaigns.runs import KINDS, Kind, Training
 from dualform.errors import DualformError
 from dualform.store import format as store_format
 from dualform.store.format import CHUNK_FILES, MANIFEST, SLOTS, checksum
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "store"))
+import inconsistent  # type: ignore[import-not-found]
 
 BATCH = 50
 KINDS_USED = ("slots", "float16", "words", "maps", "slots and totals", "totals only")
@@ -302,18 +306,18 @@ def drop_tensor(store: Forgery, _: Forgery, draw: random.Random) -> str:
     return f"{path} without {name}"
 
 
-def _drawn_tensors(store: Forgery, draw: random.Random) -> tuple[str, Tensors]:
-    paths = [path for path in store.files if path.endswith(SLOTS)] or [
-        p for p in store.files if p.endswith("safetensors")
-    ]
-    path = draw.choice(paths)
+def _drawn_tensors(store: Forgery, draw: random.Random, ending: str = ".safetensors") -> tuple[str, Tensors]:
+    path = draw.choice([path for path in store.files if path.endswith(ending)])
     return path, Tensors.parse(store.files[path])
 
 
 def _edit_tensor(
-    store: Forgery, draw: random.Random, ending: str, change: Callable[[np.ndarray[Any, Any], random.Random], Any]
+    store: Forgery,
+    draw: random.Random,
+    ending: str,
+    change: Callable[[np.ndarray[Any, Any], random.Random], Any],
 ) -> str:
-    path, tensors = _drawn_tensors(store, draw)
+    path, tensors = _drawn_tensors(store, draw, SLOTS if ending else ".safetensors")
     names = [name for name, (_, shape, _) in tensors.arrays.items() if name.endswith(ending) and shape and shape[0]]
     if not names:
         return "nothing"
@@ -418,11 +422,17 @@ class Campaign(Base):
             shutil.rmtree(folder / "one")
             shutil.rmtree(folder / "other")
 
+        self._of_tests = folder / "of-tests"
+        self._expected_of_tests = forks.call(partial(_make_for_tests, self._of_tests))
+
     def run(self, draw: random.Random, number: int) -> Outcome:
-        """One batch."""
+        """One batch, of the mutations in this file or of those that the test suite tries one by one."""
         target = draw.choice(self._targets)
+        work = partial(_batch, target, self._folder, draw)
+        if draw.random() < 0.3:
+            work = partial(_batch_of_tests, self._of_tests, self._expected_of_tests, self._folder, draw)
         try:
-            return forks.call(partial(_batch, target, self._folder, draw), seconds=600)
+            return forks.call(work, seconds=600)
         except forks.ChildError as error:
             outcome = Outcome()
             outcome.fail(f"{target.kind.name}: {error}", self._folder)
@@ -471,3 +481,41 @@ def _judge(target: Target, folder: Path) -> str:
         verdict = "passes" if dualform.open(folder).verify().passed else "fails"
         raise AssertionError(f"other answers, and verify {verdict}")
     return "same answers"
+
+
+def _make_for_tests(folder: Path) -> list[str]:
+    """A run that was resumed, the same run before that, and another run; gives the answers of the first."""
+    inconsistent.record(folder / "original")
+    shutil.copytree(folder / "original", folder / "earlier")
+    inconsistent.record(folder / "original", resume=4)
+    inconsistent.record(folder / "foreign", seed=1)
+    found: list[str] = inconsistent.answers(folder / "original")
+    return found
+
+
+def _batch_of_tests(stores: Path, expected: list[str], folder: Path, draw: random.Random) -> Outcome:
+    """One or two mutations of tests/store/inconsistent.py at a time."""
+    outcome = Outcome()
+    limit_memory()
+    every = list(inconsistent.mutations(stores / "original", stores / "foreign", stores / "earlier"))
+    for _ in range(BATCH):
+        chosen = draw.sample(every, draw.randint(1, 2))
+        name = " and ".join(mutation.name for mutation in chosen)
+        shutil.rmtree(folder, ignore_errors=True)
+        inconsistent.linked_copy(stores / "original", folder)
+        try:
+            for mutation in chosen:
+                mutation.apply(folder)
+        except (KeyError, IndexError, TypeError, ValueError, FileNotFoundError):
+            continue  # the second does not fit what the first has left
+        try:
+            result = guarded(partial(inconsistent.outcome, folder, expected))
+            if not result.startswith(("refused", "same")):
+                raise AssertionError(result)
+            result = result.split(":")[1].strip() if result.startswith("refused") else "same answers"
+        except Exception as error:
+            outcome.fail(f"of the tests, {name}: {type(error).__name__}: {error}", folder)
+            result = "failed"
+        outcome.counts["structured mutations"] += 1
+        outcome.counts[f"of tests/store/inconsistent.py: {result}"] += 1
+    return outcome

@@ -22,6 +22,9 @@ Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
+SHORT = 64
+"""Up to this many inputs, the entries of R are of different sizes, 1 in the mean square; else ±1. Few random signs may all be equal, and then rows
+that sum to zero, as LayerNorm makes them, could not be seen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Projection:
     columns: int
     """Of R; 1 for a vector."""
     random: Tensor
-    """R, (inputs, columns), entries ±1, column after column in memory, for fast products."""
+    """R, (inputs, columns), entries of size 1 or about 1, column after column in memory, for fast products."""
     mixed: Floats
     """r, (rows × columns,): the number that is stored of a weight W is r · (W R)."""
 
@@ -77,5 +80,8 @@ class Projection:
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """R: (inputs, k), with enough columns for EQUATIONS equations, if there are as many inputs."""
     columns = max(1, min(inputs, math.ceil(EQUATIONS / max(outputs, 1))))
-    signs = torch.randint(0, 2, (inputs, columns), generator=generator)
-    return (2 * signs - 1).to(dtype).T.contiguous().T
+    signs = 2 * torch.randint(0, 2, (inputs, columns), generator=generator) - 1
+    if inputs > SHORT:
+        return signs.to(dtype).T.contiguous().T
+    squares = 0.5 + torch.rand(inputs, columns, generator=generator, dtype=torch.float64)
+    return (signs * squares.sqrt()).to(dtype).T.contiguous().T

@@ -8,6 +8,7 @@ from torch import nn
 
 import dualform
 from dualform.dual.certificate import FLOORS
+from dualform.record.recording import Recording
 from dualform.store.writer import Writer
 from training import train
 
@@ -121,7 +122,7 @@ def recorded(path, optimizer, precision, stored, *, killed=False):
     """A training of 40 steps; killed: without its last snapshot and without an end."""
     with pytest.MonkeyPatch.context() as patch:
         if killed:
-            patch.setattr(dualform.Recorder, "_seal", lambda self: None)
+            patch.setattr(Recording, "_put_snapshot", lambda self: None)
             patch.setattr(Writer, "close", lambda self, *_: (self.wait(), self.abandon()))
         return train(path, optimizer=OPTIMIZERS[optimizer], precision=precision, dtype=stored, steps=40).dual
 

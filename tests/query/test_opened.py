@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.errors import ModelMismatchError, QuestionError, StoreMissingError, UnknownLayerError
+from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError, StoreMissingError, UnknownLayerError
 from training import assert_same_weights, network, samples, train
 
 INPUTS, LABELS = samples()
@@ -28,8 +28,30 @@ def test_what_it_says_about_itself(trained):
     ]
     assert info["left_out"] == {}
     assert info["bytes"] > 30 * (5 + 7) * 8
+    snapshots = sum(path.stat().st_size for path in trained.path.glob("snapshot-*"))
+    assert 0 < info["snapshot_bytes"] == snapshots < info["bytes"]
     assert dual.layers == ["0", "2"]
     assert "after 6 steps" in repr(dual)
+
+
+def test_the_optimizers_state_at_a_snapshot(tmp_path):
+    optimizers = []
+
+    def optimizer(model):
+        optimizers.append(torch.optim.Adam(model.parameters(), lr=0.01))
+        return optimizers[0]
+
+    run = train(tmp_path / "run", optimizer=optimizer)
+    states = run.dual.optimizer_state()
+    assert list(states) == sorted(name for name, _ in run.model.named_parameters())
+    for name, parameter in run.model.named_parameters():
+        expected = optimizers[0].state[parameter]
+        assert set(states[name]) == {"exp_avg", "exp_avg_sq", "step"}
+        for key, value in states[name].items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+    assert run.dual.until(0).optimizer_state() == {}
+    with pytest.raises(NotRecordedError, match="there is no snapshot at step 3"):
+        run.dual.until(3).optimizer_state()
 
 
 def test_rows_and_log(trained):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.audit import Link, explain
+from dualform.record.audit import Link, Verdict, explain, likely_factors, share_factors, shared_factors
 
 ROUNDOFF = 2.0**-53
 random = np.random.default_rng(0)
@@ -101,3 +101,46 @@ def test_what_is_not_finite_proves_nothing_and_stops_nothing():
     assert verdict.explained
     assert not verdict.determined
     assert np.isnan(verdict.residual)
+
+
+def test_noise_before_a_pass_is_not_taken_for_scaling():
+    """Passes whose sum is hardly more than its rounding: what was in .grad before differs from it by as much."""
+    a, b = passes(2)
+    scale = float(np.abs(a).sum()) / (64 * ROUNDOFF) / 20
+    before = a + 0.5 * random.standard_normal(20)
+    links = [Link(None, a, scale), Link(before, b, scale)]
+    assert explain(links, before + b, ROUNDOFF, last_factor=1.0).factors == [1.0, 1.0]
+
+
+def test_similar_passes_do_not_explain_another_gradient_by_huge_factors():
+    (a,) = passes(1, size=8)
+    b, c = a + 1e-6 * random.standard_normal((2, 8))
+    links = [link(None, a), link(a, b), link(a + b, c)]
+    seen = a + b + c
+    assert explain(links, seen, 2.0**-24).explained
+    seen[0] *= 1.01
+    assert not explain(links, seen, 2.0**-24).explained
+
+
+def test_a_poorly_known_factor_gives_way_to_a_well_known_one():
+    factors = np.array([0.25, 0.2501, 0.26, 0.5, 0.2501])
+    signals = np.array([1e6, 1e2, 1e2, 1e2, 1e5])
+    # The third and fourth contradict the first beyond their uncertainty; the last one knows its own nearly as well
+    assert shared_factors(factors, signals).tolist() == [0.25, 0.25, 0.26, 0.5, 0.2501]
+
+
+def test_shared_factors_of_several_passes():
+    sure = Verdict([0.5], 0.0, explained=True, signal=1e6)
+    unsure = Verdict([0.2502, 0.5004], 0.0, explained=True, signal=1e2)
+    share_factors([sure, unsure])
+    assert unsure.factors == pytest.approx([0.25, 0.5], rel=1e-12)
+
+
+def test_likely_factors_are_those_of_other_gradients_and_one():
+    verdicts = [
+        Verdict([0.5], 0.0, explained=True, signal=10.0),
+        Verdict([0.25], 0.0, explained=True, signal=1e3),
+        Verdict([7.0], 0.0, explained=False, signal=1e6),
+        Verdict([8.0], 0.0, explained=True, signal=1e-3),
+    ]
+    assert likely_factors(verdicts) == [0.25, 0.5, 1.0]

@@ -58,7 +58,6 @@ def train(path, model, optimizers, batches, inputs=WORDS, *, autocast=False, **s
     return dualform.open(path, model)
 
 
-@pytest.mark.xfail(strict=True, reason="a batch of equal rows under dropout proves that a layer is shared by all rows")
 def test_rows_have_names_after_a_batch_of_equal_rows_under_dropout(tmp_path):
     torch.manual_seed(0)
     model = Words(nn.Linear(4, 4), dropout=0.3)
@@ -66,9 +65,6 @@ def test_rows_have_names_after_a_batch_of_equal_rows_under_dropout(tmp_path):
     assert dual.slots("head")["row"].null_count() == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a batch of equal rows: a recurrent layer counts as shared by all rows, later too"
-)
 def test_rows_of_a_recurrent_layer_have_names_after_a_batch_of_equal_rows(tmp_path):
     torch.manual_seed(0)
     model = Words(nn.GRU(4, 4, batch_first=True))

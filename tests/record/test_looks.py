@@ -209,6 +209,7 @@ def test_compiled_verdicts_equal_the_plain_ones(added: Looked, scale: float, gra
             found = tuple(looks.factors()[place].tolist())
             assert found == pytest.approx((wanted.factors[0], wanted.residual), abs=1e-7, nan_ok=True)
             assert verdict.explained == wanted.explained
+            assert verdict.signal == pytest.approx(wanted.signal, rel=1e-12)
             assert verdict.factors == pytest.approx(wanted.factors, rel=1e-14, nan_ok=True)
             assert verdict.residual == pytest.approx(wanted.residual, rel=1e-7, abs=1e-15, nan_ok=True)
         assert usual == ordinary

@@ -722,7 +722,9 @@ def test_two_phases_with_different_optimizers(path):
     with dualform.record(model, first, path) as recorder:
         train(model, first, recorder, stream[:4])
     second = sgd(model, lr=0.02, momentum=0.5, nesterov=True, weight_decay=0.01)
-    with dualform.record(model, second, path, resume=True) as recorder:
+    with pytest.warns(UserWarning, match="begins afresh, as the optimizer of a second phase does"):
+        recorder = dualform.record(model, second, path, resume=True)
+    with recorder:
         assert recorder.step == 4
         train(model, second, recorder, stream[4:])
     certificate = assert_exact(path, model)

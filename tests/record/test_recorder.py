@@ -600,7 +600,7 @@ def test_no_more_than_the_queue_is_held(tmp_path, monkeypatch):
 
     def put(writer, *args):
         original(writer, *args)
-        held.append(writer._held)
+        held.append(writer.held_bytes)
 
     monkeypatch.setattr(Writer, "put", put)
     train(tmp_path / "run", queue_bytes=20_000, steps=40)

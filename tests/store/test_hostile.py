@@ -38,7 +38,7 @@ from dualform.store.folder import write_table
 from dualform.store.format import MANIFEST, File, checksum
 from dualform.store.safe import write_tensors
 
-SECONDS = 20
+SECONDS = 120
 MEMORY = 1 << 30
 
 

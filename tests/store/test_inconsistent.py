@@ -60,6 +60,8 @@ def test_an_inconsistent_store_is_refused_or_answers_as_before(stores, expected,
     every = mutations(stores / "original", stores / "foreign", stores / "earlier")
     mine = [mutation for mutation in every if family(mutation.name) == which]
     assert len(mine) >= FAMILIES[which]
+    if len(mine) > 100:
+        mine = mine[::2]  # fast enough for every day; `make torture` tries many more
     wrong = []
     refused = 0
     for mutation in mine:

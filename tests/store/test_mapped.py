@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from dualform.errors import StoreDamagedError
+from dualform.errors import StoreDamagedError, StoreError
 from dualform.store.arrays import ArrayFile
 from dualform.store.checked import read_label
 from dualform.store.format import File, checksum
@@ -185,5 +186,29 @@ def test_a_file_that_vanishes_while_it_is_opened(written, monkeypatch):
         return original(name, *given)
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", gone)
-    with pytest.raises(StoreDamagedError, match="cannot be mapped into memory"):
+    with pytest.raises(StoreError, match=r"cannot be mapped into memory.* Try again"):
         TensorFile(path, file)
+
+
+@KINDS
+@pytest.mark.parametrize("change", ["dropped", "shortened", "of another type"])
+def test_arrays_that_are_not_those_that_were_written(written, kind, change):
+    """All sizes and checksums fit, as if another tool had written the file again."""
+    path, _ = written
+    with safe_open(path, "np") as known:
+        tensors = {name: known.get_tensor(name) for name in known.keys()}  # noqa: SIM118
+        metadata = known.metadata()
+    if change == "dropped":
+        del tensors["flags"]
+    elif change == "shortened":
+        tensors["table"] = tensors["table"][:-1].copy()
+    else:
+        tensors["table"] = tensors["table"].view(np.int32)
+    metadata |= {
+        name: checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for name, array in tensors.items()
+    }
+    save_file(tensors, path, metadata)
+    content = path.read_bytes()
+    header = content[: 8 + int.from_bytes(content[:8], "little")]
+    with pytest.raises(StoreDamagedError, match="its arrays are not those that were written"):
+        kind(path, File(len(content), checksum(header)))

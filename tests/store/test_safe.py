@@ -30,6 +30,9 @@ def plain(tensors):
         offsets = [len(data), len(data) + tensor.nbytes]
         header[name] = {"dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": offsets}
         data += tensor.tobytes()
+    listed = [[name, NAMES[whole[name].dtype.name], list(whole[name].shape)] for name in sorted(whole)]
+    text = json.dumps(listed, separators=(",", ":")).encode()
+    header["__metadata__"]["dualform.directory"] = xxhash.xxh3_64_hexdigest(text)
     head = json.dumps(header, separators=(",", ":"))
     head = (head + " " * (-(8 + len(head)) % (BLOCK if len(data) >= safe.DIRECT_FROM else 8))).encode()
     return len(head).to_bytes(8, "little") + head + data

@@ -11,7 +11,7 @@ import dualform
 from dualform.dual import totals as dual_totals
 from dualform.dual.totals import find
 from dualform.errors import NotRecordedError, QuestionError, RecordingError
-from dualform.record import recorder
+from dualform.record import recording
 
 FEATURES, CLASSES, SAMPLES = 5, 3, 20
 
@@ -42,7 +42,7 @@ def train(path, model, *, steps=12, start=0, optimizer=None, microbatches=1, **s
 @pytest.fixture(params=["online", "built", "only"])
 def runs(request, tmp_path, monkeypatch):
     """(a run with slots alone, the same run with totals), the totals made in three ways."""
-    monkeypatch.setattr(recorder, "STRETCH_BYTES", 1500)  # several stretches
+    monkeypatch.setattr(recording, "STRETCH_BYTES", 1500)  # several stretches
     plain, model = tmp_path / "plain", network()
     x = train(plain, model, chunk_bytes=2000, microbatches=2)
     path, other = tmp_path / "totals", network()
@@ -170,7 +170,7 @@ def test_totals_go_on_after_resume(tmp_path):
 
 def test_totals_alone_stay_where_the_checkpoint_is(tmp_path, monkeypatch):
     """An error, or the recorder's own snapshots, would take them to a step that no checkpoint has."""
-    monkeypatch.setattr(recorder, "SNAPSHOT_SHARE", 0)
+    monkeypatch.setattr(recording, "SNAPSHOT_SHARE", 0)
     model, labels = network(), torch.arange(SAMPLES) % CLASSES
     x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,23 +183,23 @@ def test_totals_alone_stay_where_the_checkpoint_is(tmp_path, monkeypatch):
             optimizer.step()
 
     options = {"keep": "totals", "totals": ["label"], "chunk_bytes": 1}
-    with pytest.raises(KeyboardInterrupt), dualform.record(model, optimizer, tmp_path / "run", **options) as recording:
-        steps(recording, 3)
-        assert recording.seal() == 3
+    with pytest.raises(KeyboardInterrupt), dualform.record(model, optimizer, tmp_path / "run", **options) as recorder:
+        steps(recorder, 3)
+        assert recorder.seal() == 3
         kept = {name: value.clone() for name, value in model.state_dict().items()}
-        steps(recording, 4)
+        steps(recorder, 4)
         raise KeyboardInterrupt
     for count in (0, 2):
         model.load_state_dict(kept)
         assert dualform.open(tmp_path / "run").end_step == 3
         with pytest.raises(KeyboardInterrupt), dualform.record(
             model, optimizer, tmp_path / "run", resume=3, **options
-        ) as recording:  # fmt: skip
-            steps(recording, count)
+        ) as recorder:  # fmt: skip
+            steps(recorder, count)
             raise KeyboardInterrupt
     model.load_state_dict(kept)
-    with dualform.record(model, optimizer, tmp_path / "run", resume=3, **options) as recording:
-        steps(recording, 2)
+    with dualform.record(model, optimizer, tmp_path / "run", resume=3, **options) as recorder:
+        steps(recorder, 2)
     dual = dualform.open(tmp_path / "run", model)
     assert dual.end_step == 5
     assert dual.verify().passed

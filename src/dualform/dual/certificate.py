@@ -3,8 +3,8 @@
 gap = ‖dual − primal‖ / ‖W_T − W_0‖. Training rounds at every step, so even an ideal dual differs. How much is computed from
 what is known of the run, the rounding floor (dual/rounding.py); a parameter passes if ‖dual − primal‖ is within 4 floors.
 
-A recording that was killed has no copy of its last weights. Then what the recorder stored of them after each step is compared: one number,
-their random projection.
+A recording that was killed, or ended by an exception within optimizer.step(), has no copy of its last weights. Then what the
+recorder stored of them after each step is compared: one number, their random projection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
+from dualform.progress import Progress
 from dualform.projection import Projection
 from dualform.store.reader import Store
 
@@ -34,9 +35,6 @@ FLOORS = 4
 """So many rounding floors may be between a parameter and its dual."""
 TOTALS_ROUNDING = 64.0
 """So many roundoffs of its movement a parameter may be off whose slots were summed up and not kept."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,9 @@ def _moment_to_compare(store: Store, end: int) -> _Moment:
     nearest = max(step for step in store.snapshot_steps() if step <= end)
     if nearest == end:
         return _Moment(nearest, "the stored weights")
-    was_killed = store.manifest.ended is None and end == store.end_step
-    if (was_killed or nearest == 0) and store.manifest.keep == "slots":
-        why = "it did not end by itself" if was_killed else "there is no later snapshot"
+    is_the_end = end == store.end_step  # killed, or ended within optimizer.step()
+    if (is_the_end or nearest == 0) and store.manifest.keep == "slots":
+        why = "the weights of the last step are not stored" if is_the_end else "there is no later snapshot"
         return _Moment(None, f"projections of the weights, stored after each step ({why})")
     return _Moment(nearest, f"weights rebuilt from the snapshot at step {nearest}")
 

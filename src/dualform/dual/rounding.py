@@ -129,17 +129,26 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
         step, settings = gradients.read(place), updates.at(place)
         gradient = gradients(step, sums)
         variance = _variance(gradients, step, squares)
-        whole = float(variance.sum())
         residual = float(measured.residual[place])
         if measured.is_coarse[place]:  # each entry was rounded by itself
             spread = (residual * gradient).square()
         else:
-            spread = variance * (2 * (residual * float(gradient.norm())) ** 2 / whole) if whole else variance
+            # Of some rows only (outputs=), the size of the whole gradient says too much
+            size = float(measured.size[place] if gradients.rows is None else gradient.norm())
+            spread = _spread(variance, residual * size)
         spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
         step_on(disturbed, kind, settings, gradient + noise)
         step_on(now, kind, settings, gradient)
     return float((disturbed.weight - now.weight).double().norm())
+
+
+def _spread(variance: Tensor, rest: float) -> Tensor:
+    """The variance of each entry of a gradient that is off by `rest` in all, as a norm."""
+    whole = float(variance.sum())
+    if whole == 0:  # the slots say that there is no gradient, and what there was is rounding
+        return torch.full_like(variance, rest**2 / max(1, variance.numel()))
+    return variance * (2 * rest**2 / whole)  # our own products round as those of the training do
 
 
 def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:

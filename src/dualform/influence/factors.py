@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from threading import get_ident
 
@@ -25,6 +25,7 @@ from dualform.influence.recorded import RECORDED_MEAN, recorded_factors
 from dualform.influence.segments import Segment
 from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
+from dualform.progress import Progress
 from dualform.store.access import open_regular, reading
 from dualform.store.folder import flush_folder
 from dualform.store.format import NO_ROW, SLOTS, File, checksum
@@ -42,7 +43,6 @@ VERSION = 5
 ROWS = 8192
 """So many rows are looked at at a time."""
 
-Progress = Callable[[str, int, int], None]
 ByLayer = dict[str, Curvature]
 
 

@@ -208,12 +208,18 @@ static void expect(Look *look, double *known, double scale) {
     look->scale = scale;
 }
 
+/* Whether the squares of a call's error signals vanish in float32, so that their norm says nothing. */
+static int vanishes(const Call *s, double norm) {
+    return norm < 1e-15 && largest(s->errors, s->n * s->d_out) > 0;
+}
+
 /* The slots of some calls are copied as they are stored, and of each call, one after the other,
 
-     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and bounds on the sums of the absolute terms of both.
+     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and the norms of the keys of both: those seen through R (or a
+     bound on it, see ParameterLedger.may_hide), and ones.
 
-   sums has room for as many of all these as there are threads. If a norm is not finite, something in its call is not, and nothing that
-   was written of it counts. Gives how many such calls there are. */
+   sums has room for as many of all these as there are threads. If ‖errors‖ is not finite, something in its call is not, or squares leave the
+   range of float32: nothing that was written of it counts, and it is left to the plain way. Gives how many such calls there are. */
 int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
     Calls all = {calls, count, threads, 0};
     int64_t work = 0, odd = 0;
@@ -230,12 +236,12 @@ int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
     for (const Call *s = calls; s < calls + count; s++) {
         double *bias = s->sums + s->k * s->d_out, *norms = bias + s->d_out;
         const double errors = sqrt(norms[0]), seen = sqrt(norms[1]), keys = sqrt(norms[2]);
-        norms[0] = errors;
-        norms[1] = errors * (s->d_in <= SHORT && keys > seen ? keys : seen);
-        norms[2] = errors * sqrt((double)s->n);
-        expect(s->weight, s->sums, norms[1]);
-        expect(s->bias, bias, norms[2]);
-        odd += !isfinite(errors);
+        norms[0] = vanishes(s, errors) ? INFINITY : errors;
+        norms[1] = s->d_in <= SHORT && keys > seen ? keys : seen;
+        norms[2] = sqrt((double)s->n);
+        expect(s->weight, s->sums, errors * norms[1]);
+        expect(s->bias, bias, errors * norms[2]);
+        odd += !isfinite(norms[0]);
     }
     return odd;
 }
@@ -308,36 +314,34 @@ LOOP double apart(int64_t n, const double *restrict x, double ratio, const doubl
     return sum;
 }
 
-enum { EXPLAINED = 1, DETERMINED = 2 }; /* as in record/looks.py */
+enum { VERDICT = 5 }; /* as in record/looks.py */
 
-/* How a single backward pass explains a gradient, as audit.explain has it: its factor; the residual; whether what remains is rounding
-   (EXPLAINED) and whether the factor means something (DETERMINED); the norm of the gradient. seen, added: the gradient and what the pass
-   has added, through R. */
-static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[4]) {
-    double sums[4], ratio = 1;
-    int determined = 0;
+/* How a single backward pass explains a gradient, as audit.explain has it: its factor; the residual; whether what remains is rounding; the
+   norm of the gradient; the signal. seen, added: the gradient and what the pass has added, through R. */
+static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[VERDICT]) {
+    double sums[4], ratio = 1, signal = 0;
     compare_sums(n, seen, added, sums);
-    const double square = sums[0], both = sums[1], expected = sums[2], unit = SLACK * roundoff, size = sqrt(expected);
+    const double square = sums[0], both = sums[1], expected = sums[2], unit = SLACK * roundoff;
     double rest = sums[3];
     if (isfinite(expected) && expected != 0) {
-        determined = !(size <= unit * scale);
+        signal = sqrt(expected) / (unit * scale);
         if (square == 0)
             ratio = 0;
-        else if (determined) {
+        else if (signal > 1) {
             ratio = both / expected;
             if (fabs(ratio - 1) <= 16 * roundoff) ratio = 1;
         }
     }
     if (ratio != 1) rest = ratio == 0 ? square : apart(n, seen, ratio, added);
     const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
-    const int explained = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
     verdict[0] = ratio;
     verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
-    verdict[2] = explained * EXPLAINED + (isfinite(square) && determined) * DETERMINED;
+    verdict[2] = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
     verdict[3] = whole;
+    verdict[4] = isfinite(square) && signal > 0 ? signal : 0;
 }
 
-/* matrix @ R of each goes to out. found (count, 4), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
+/* matrix @ R of each goes to out. found (count, VERDICT), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
    ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
    known is what was seen from now on. kept: where those vectors of which a verdict is wanted are copied to, one after the other, or NULL.
    Gives how many verdicts are not the ordinary one: explained, by a factor that means something (nothing known explains nothing); and
@@ -354,7 +358,7 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
     Looks all = {count, looks, out};
     in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
     int64_t unusual = 0;
-    for (const Look *look = looks; look < looks + count; look++, found += 4) {
+    for (const Look *look = looks; look < looks + count; look++, found += VERDICT) {
         const int64_t n = look->known ? look->some * look->k : 0;
         const double *seen = out + look->at;
         double *known = look->known ? look->known + look->first * look->k : NULL;
@@ -362,7 +366,7 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
             explain(n, seen, known, look->scale, look->roundoff, found);
         else
             compare_sums(n, seen, known, found);
-        if (look->roundoff != 0) unusual += !(found[0] != 0 && found[2] == EXPLAINED + DETERMINED);
+        if (look->roundoff != 0) unusual += !(known && found[0] != 0 && found[2] && found[4] > 1);
         if (kept && look->roundoff != 0 && !look->random) {
             if (look->matrix) memcpy(kept, look->matrix, sizeof(float) * (size_t)look->rows);
             kept += look->rows;

@@ -15,7 +15,6 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.certificate import Progress
 from dualform.dual.coefficients import Coefficients, is_elementwise, walked
 from dualform.dual.gradients import Rows, Updates, chosen_rows, kept_rows, updates_of
 from dualform.dual.replay import Backward
@@ -25,6 +24,7 @@ from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.keys import part
 from dualform.layers.streams import Layer, Use
+from dualform.progress import Progress
 from dualform.query.answers import Answer, Scores
 from dualform.query.attention import part_columns
 from dualform.query.bounds import Contributions, seen

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from dualform.dual.certificate import Progress
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.influence import kernel, sketch, whitened
@@ -20,6 +19,7 @@ from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
 from dualform.influence.segments import Segment, segments
 from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
+from dualform.progress import Progress
 from dualform.query.forward import margin, run
 from dualform.query.influence import Influence
 from dualform.query.remembered import remembered

@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, QuestionError
 from dualform.layers.found import Arguments, Found, Watch
-from dualform.layers.row_proof import Proof, Proofs, Told, decision_of, prove, shape_class
-from dualform.layers.rows import Layout, by_length, shape_text, tensors_in
+from dualform.layers.row_arguments import tensors_in
+from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
+from dualform.layers.rows import Layout, reading_by_length, shape_text
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
 from dualform.layers.streams import Layer, joined
 
@@ -41,8 +42,8 @@ class Run:
     target: Tensor
 
 
-_RUNNING: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""Hooks see every call of a module, whoever calls it."""
+_ONE_MODEL_AT_A_TIME = RLock()
+"""Hooks see every call of a module, whoever calls it; and models that draw random numbers share one random state."""
 _PROOFS: WeakKeyDictionary[nn.Module, Proofs] = WeakKeyDictionary()
 """Where the examples are in the inputs of each model's layers."""
 
@@ -56,11 +57,11 @@ def run(
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
     gradients: bool = False,
 ) -> Run:
-    """Run a model in evaluation mode. Threads that share it wait for each other.
+    """Run a model in evaluation mode. Threads wait for each other.
 
     batch_axis: what the recording was told of where rows are.
     """
-    with _RUNNING.setdefault(model, RLock()):
+    with _ONE_MODEL_AT_A_TIME:
         count = _rows(inputs, batch_axis.get("")) if rows is None else rows
         return _run(model, layers, inputs, count, batch_axis, target, gradients)
 
@@ -144,8 +145,8 @@ def _run(
             output = _call(model, inputs)
         nodes = _nodes_behind(output)
         calls = [call for call in listener.calls if call.is_among(nodes)] if nodes else listener.calls
-        told = Told(batch_axis, listener.owners, batch_axis.get(""))
-        proof = _prove(model, inputs, calls, rows, told, listener)
+        axes = BatchAxes(batch_axis, listener.owners, batch_axis.get(""))
+        proof = _prove(model, inputs, calls, rows, axes, listener)
     chosen = _target(output, target, rows) if gradients else torch.zeros(rows)
     slopes = _slopes(chosen, [call.watch for call in calls]) if gradients else [None] * len(calls)
     queries: dict[str, list[Tensor]] = {}
@@ -156,7 +157,7 @@ def _run(
             if layer is None or (found.errors is None and gradients):
                 continue
             leading = found.keys.dim() - 1 if found.lead is None else found.lead
-            where = _layout(layer.name, call, found, leading, rows, told, proof)
+            where = _layout(layer.name, call, found, leading, rows, axes, proof)
             keys = queries_of(layer, found.keys.detach())
             queries.setdefault(layer.name, []).append(_by_example(keys, leading, where, rows))
             if found.errors is None:
@@ -187,7 +188,9 @@ def _nodes_behind(output: Any) -> set[Any]:
     return found
 
 
-def _prove(model: nn.Module, inputs: Any, calls: Sequence[_Call], rows: int, told: Told, listener: _Listener) -> Proof:
+def _prove(
+    model: nn.Module, inputs: Any, calls: Sequence[_Call], rows: int, axes: BatchAxes, listener: _Listener
+) -> Proof:
     """Where the examples are in each call; nothing to prove for a single one."""
     if rows < 2:
         return Proof()
@@ -197,18 +200,18 @@ def _prove(model: nn.Module, inputs: Any, calls: Sequence[_Call], rows: int, tol
     arguments = _arguments(inputs)
     proofs = _PROOFS.setdefault(model, Proofs())
     proof, _ = proofs.get(
-        model, arguments, shapes, rows, lambda: prove(model, arguments, rows, told, listener.modules, shapes)
+        model, arguments, shapes, rows, lambda: prove(model, arguments, rows, axes, listener.modules, shapes)
     )
     return proof
 
 
-def _layout(layer: str, call: _Call, found: Found, leading: int, rows: int, told: Told, proof: Proof) -> Layout:
+def _layout(layer: str, call: _Call, found: Found, leading: int, rows: int, axes: BatchAxes, proof: Proof) -> Layout:
     lead = tuple(found.keys.shape[:leading])
-    where = told.reading(layer, lead, rows, found.axis)
+    where = axes.reading(layer, lead, rows, found.axis)
     if where is None:
         where = decision_of(proof.decisions.get(layer, []), call.number).where
     if where is None and (rows < 2 or not proof.decisions):
-        where = by_length(lead, rows, found.axis)
+        where = reading_by_length(lead, rows, found.axis)
     layout = None if where is None else where.layout(lead, rows)
     if layout is None:
         raise QuestionError(

@@ -31,6 +31,7 @@ from dualform.errors import (
     UnknownLayerError,
 )
 from dualform.layers.streams import Layer
+from dualform.progress import Progress
 from dualform.query.answers import Answer, check
 from dualform.query.attention import LayerAttention
 from dualform.query.compact import Compact, compacted_weights
@@ -77,6 +78,10 @@ class ByLayer(Mapping[str, A], Generic[A]):
 
     def __repr__(self) -> str:
         return "\n".join(repr(answer) for answer in self._answers.values())
+
+
+COUNTERS = ("step", "mu_product")
+"""Numbers among the tensors of an optimizer's state."""
 
 
 class Dual:
@@ -129,6 +134,7 @@ class Dual:
             "keep": manifest.keep,
             "dtype": manifest.dtype,
             "bytes": self.store.nbytes,
+            "snapshot_bytes": sum(snapshot.file.size for snapshot in manifest.snapshots),
             "chunks": len(manifest.chunks),
             "snapshots": self.store.snapshot_steps(),
             "totals": [
@@ -162,7 +168,7 @@ class Dual:
             },
         }
 
-    def verify(self, *, workers: int = 1, progress: certificate.Progress | None = None) -> certificate.Certificate:
+    def verify(self, *, workers: int = 1, progress: Progress | None = None) -> certificate.Certificate:
         """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict.
 
         workers: threads, as for masked().
@@ -197,7 +203,7 @@ class Dual:
         target: Target = None,
         rows: int | None = None,
         silent: bool = False,
-        progress: certificate.Progress | None = None,
+        progress: Progress | None = None,
     ) -> ByLayer[LayerContributions]:
         """The contribution of every slot to a target, signed; exact in the layer whose output the target is.
 
@@ -231,7 +237,7 @@ class Dual:
         rows: int | None = None,
         silent: bool = False,
         loss_mean: str = "tokens",
-        progress: certificate.Progress | None = None,
+        progress: Progress | None = None,
     ) -> Influence:
         """What would change in a target without some of the training data: an estimate, positive for what supports it.
 
@@ -274,7 +280,7 @@ class Dual:
         layers: str | Collection[str] | None = None,
         read: str = "fewest",
         workers: int = 1,
-        progress: certificate.Progress | None = None,
+        progress: Progress | None = None,
     ) -> nn.Module:
         """A plain copy of the model whose layers remember only some of their slots.
 
@@ -410,13 +416,30 @@ class Dual:
         """The dual as it was after `step` updates."""
         return Dual(self.store, self._model, self._moment(step))
 
-    def at_step(self, step: int, *, progress: certificate.Progress | None = None) -> nn.Module:
+    def at_step(self, step: int, *, progress: Progress | None = None) -> nn.Module:
         """A plain copy of the model as it was after `step` updates."""
         return self._with(self._weights_at(self._moment(step), progress))
 
     def primal(self) -> nn.Module:
         """A plain copy of the trained model at this moment, in evaluation mode."""
         return self._with(self._weights_at(self.end_step)).eval()
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The state that the optimizer had for each recorded parameter: `["0.weight"]["momentum_buffer"]`.
+
+        Only where a snapshot was taken: `info()["snapshots"]`.
+        """
+        snapshot = self.store.snapshot(self.end_step)
+        states: dict[str, dict[str, Tensor]] = {}
+        for name in snapshot:
+            kind, _, rest = name.partition(".")
+            if kind == "state":
+                parameter, _, state = rest.rpartition(".")
+                value = snapshot[name].clone()
+                if state in COUNTERS:
+                    value = value.float().reshape(())  # as PyTorch's optimizers have them
+                states.setdefault(parameter, {})[state] = value
+        return states
 
     # Inside
 
@@ -513,7 +536,7 @@ class Dual:
         return LayerAttention(self.store, layer, self.end_step, queries, dtype, silent=silent)
 
     def _contribution(
-        self, name: str, captured: Captured, target: Tensor, silent: bool, progress: certificate.Progress | None
+        self, name: str, captured: Captured, target: Tensor, silent: bool, progress: Progress | None
     ) -> LayerContributions:
         _, layer = self.store.layer(name)
         dtype = compute_dtype(self.store, layer.parameters[0])
@@ -525,7 +548,7 @@ class Dual:
     def _weights_at(
         self,
         step: int,
-        progress: certificate.Progress | None = None,
+        progress: Progress | None = None,
         reached: Reached | None = None,
         but: Collection[str] = (),
         warned: set[str] | None = None,
@@ -581,7 +604,7 @@ class Dual:
         return model
 
 
-def _counted(what: str, names: list[str], progress: certificate.Progress | None) -> Iterator[str]:
+def _counted(what: str, names: list[str], progress: Progress | None) -> Iterator[str]:
     """Tell how far we are."""
     for done, name in enumerate(names):
         if progress is not None:

@@ -27,6 +27,8 @@ COARSE_SLACK = 8.0
 """How many 16-bit roundoffs of its own norm a gradient may be off that was computed under autocast."""
 SURE = 4.0
 """A factor within this many standard errors of 1 is 1."""
+BETTER = 16.0
+"""A gradient whose signal is this many times as large tells better by what both were scaled."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class _Sum:
         """Its size relative to its rounding; 0 where nothing can be said."""
         size = math.sqrt(float(self.expected @ self.expected))
         rounding = self.rounding(roundoff)
-        if not math.isfinite(size) or size == 0:
+        if not math.isfinite(size) or size == 0 or math.isnan(rounding):
             return 0.0
         return size / rounding if rounding > 0 else math.inf
 
@@ -95,7 +97,7 @@ class _Sum:
 def coarse_error(link_size: float, numel: int, dtype: torch.dtype, partial_sums: int = 1) -> float:
     """How far rounding to a 16-bit type may move a gradient, seen through R.
 
-    link_size: ‖gradient @ R‖, which is about ‖gradient‖ since the entries of R are ±1. partial_sums: how many sums were each rounded
+    link_size: ‖gradient @ R‖, which is about ‖gradient‖ since the entries of R are about 1. partial_sums: how many sums were each rounded
     before they were added up; a convolution may round once for each image.
     """
     info = torch.finfo(dtype)
@@ -115,8 +117,8 @@ def unaudited(links: Sequence[Link]) -> Verdict:
 def explain(links: Sequence[Link], looked: Looked, roundoff: float, *, last_factor: float | None = None) -> Verdict:
     """Find the factor of each backward pass.
 
-    looked: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient was scaled after
-    the last pass, if that is known from other parameters.
+    looked: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient, which is not zero, was
+    scaled after the last pass, if that is known from other parameters.
     """
     seen = looked.astype(np.float64, copy=False)
     with np.errstate(all="ignore"):  # what has diverged may overflow
@@ -128,16 +130,40 @@ def explain(links: Sequence[Link], looked: Looked, roundoff: float, *, last_fact
     return verdict
 
 
-def common_factor(verdicts: Sequence[Verdict]) -> float:
-    """By what all gradients of an update were scaled after their last pass, judging by those that are more than noise.
+def shared_factors(factors: Seen, signals: Seen) -> Seen:
+    """Let gradients of one update that tell their factor poorly take that of the gradient that tells it best.
 
-    Clipping by norm and loss scaling multiply all gradients alike, so this is the factor of a gradient that cannot tell its own.
+    factors, signals: one for each gradient; all are determined. Clipping by norm and loss scaling multiply all gradients alike. A gradient that
+    is little more than its rounding knows its own factor to within 1 / signal: it takes the other one if that is within its uncertainty.
     """
-    told = [verdict for verdict in verdicts if verdict.factors and math.isfinite(verdict.factors[-1])]
-    known = sorted(verdict.factors[-1] for verdict in told if verdict.determined)
-    if known:
-        return known[(len(known) - 1) // 2]
-    return max(told, key=lambda verdict: verdict.signal).factors[-1] if told else 1.0
+    if len(factors) < 2 or (factors == factors[0]).all():
+        return factors
+    best = np.argmax(signals)
+    factor = factors[best]
+    is_better = signals[best] >= BETTER * signals
+    agrees = np.abs(factors - factor) * signals <= abs(factor)
+    return np.where(is_better & agrees, factor, factors)
+
+
+def share_factors(verdicts: Sequence[Verdict]) -> None:
+    """The same for gradients of any number of passes."""
+    some = [one for one in verdicts if one.explained and one.determined and math.isfinite(one.signal)]
+    last = np.array([one.factors[-1] for one in some])
+    shared = shared_factors(last, np.array([one.signal for one in some]))
+    for one, before, after in zip(some, last.tolist(), shared.tolist(), strict=True):
+        if after != before:
+            one.factors = [factor * after / before for factor in one.factors]
+
+
+def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
+    """By what a gradient may have been scaled that does not tell it itself: as other gradients of the update were, the surest first, or not at all.
+
+    Clipping by norm may concern some parameters only.
+    """
+    # A signal below 1 / SLACK is smaller than a single rounding of its terms: its factor is random
+    known = [one for one in verdicts if one.explained and 1 / SLACK < one.signal < math.inf]
+    known.sort(key=lambda one: one.signal, reverse=True)
+    return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
 
 
 def _chain(links: Sequence[Link], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
@@ -146,15 +172,13 @@ def _chain(links: Sequence[Link], seen: Seen, roundoff: float, last_factor: floa
     factors: list[float] = []
     for link in links:
         if factors:  # what was in .grad before the first pass nothing explains
-            between = 0.0 if link.before is None else _ratio(link.before, total, roundoff)
-            if total.signal(roundoff) <= 1 and between != 0:
-                between = 1.0  # noise does not tell how it was scaled
+            between = _between(link, total, roundoff)
             factors = [factor * between for factor in factors]
             total = total.times(between)
         factors.append(1.0)
         total = total.plus(link)
     signal = total.signal(roundoff)
-    ratio = last_factor if last_factor is not None and seen.any() else _ratio(seen, total, roundoff)
+    ratio = _ratio(seen, total, roundoff) if last_factor is None else last_factor
     factors = [factor * ratio for factor in factors]
     return _verdict(factors, seen, total.times(ratio), roundoff, signal)
 
@@ -165,12 +189,25 @@ def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdic
     terms = np.stack([link.added for link in links], axis=1)
     if not np.isfinite(terms).all() or not np.isfinite(seen).all():
         return _verdict([0.0] * len(links), seen, nothing, roundoff, signal=0.0)
-    factors: list[float] = np.linalg.lstsq(terms, seen, rcond=None)[0].tolist()
+    # Passes that nearly say the same thing are told apart by their rounding alone: huge factors that cancel would explain anything
+    rounding = math.hypot(*(_Sum(link.added, link.scale, link.coarse).rounding(roundoff) for link in links))
+    largest = float(np.linalg.norm(terms, 2))
+    cutoff = rounding / largest if largest else None
+    factors: list[float] = np.linalg.lstsq(terms, seen, rcond=cutoff)[0].tolist()
     total = nothing
     for factor, link in zip(factors, links, strict=True):
         scaled = _Sum(link.added, link.scale, link.coarse).times(factor)
         total = _Sum(total.expected + scaled.expected, total.scale + scaled.scale, total.coarse + scaled.coarse)
     return _verdict(factors, seen, total, roundoff, signal=math.inf)
+
+
+def _between(link: Link, total: _Sum, roundoff: float) -> float:
+    """By what the gradient of earlier passes was multiplied before this one."""
+    if link.before is None or not link.before.any():
+        return 0.0
+    ratio = _ratio(link.before, total, roundoff)
+    # What rounding explains does not tell that a gradient was scaled
+    return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio
 
 
 def _ratio(after: Seen, total: _Sum, roundoff: float) -> float:

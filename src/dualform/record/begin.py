@@ -14,14 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.layers.row_proof import Told
+from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
 from dualform.record.books import Books
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
 from dualform.record.ledger import Ledger, StoreAs
-from dualform.record.recorder import Recorder, snapshot_of
+from dualform.record.recorder import Recorder
+from dualform.record.recording import Recording, Settings, snapshot_of
 from dualform.record.totals import OnlineTotals, Wanted, groupings
 from dualform.store import format as store
 from dualform.store.encoding import Pool
@@ -125,9 +126,9 @@ def record(
         chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     errors = keep != "totals" or any(grouping.kind != "keys" for grouping in wanted)
-    told = Told(axes, {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers})
+    owners = {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers}
     names = {module: name for name, module in model.named_modules()}
-    rows = RowFinder(told, names, check=check_rows, on_unclear=on_unclear_rows)
+    rows = RowFinder(BatchAxes(axes, owners), names, check=check_rows, on_unclear=on_unclear_rows)
     ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
     books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
@@ -153,8 +154,19 @@ def record(
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = ledger.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
-    counted = OnlineCurvature() if curvature else None
-    return Recorder(model, several, writer, ledger, books, sums, waiting, on_write_error, chunk_bytes, counted)
+    recording: Recording | None = None
+    try:
+        counted = OnlineCurvature() if curvature else None
+        settings = Settings(on_write_error, chunk_bytes)
+        recording = Recording(model, several, writer, ledger, books, sums, counted, waiting, settings)
+        return Recorder(recording)
+    except BaseException:
+        # Nobody else can unlock the folder and remove the hooks
+        if recording is None:
+            writer.abandon()
+        else:
+            recording.close_dropped()
+        raise
 
 
 def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[Chosen]) -> dict[str, int]:

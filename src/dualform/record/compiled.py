@@ -64,15 +64,20 @@ class Slots:
     silent: Bools | None = None
     """(n,): which error signals are zero; None: none of them."""
 
-    def added(self) -> list[tuple[ParameterLedger, Sums, float, int]]:
-        """Weight and bias: what is added to the gradient, a bound on the sum of its absolute terms, and where that is in memory."""
+    def added(self, error_terms: float = 0.0) -> list[tuple[ParameterLedger, Sums, float, int]]:
+        """Weight and bias: what is added to the gradient, a bound on the sum of its absolute terms, and where that is in memory.
+
+        error_terms: as Found has it.
+        """
         weight, bias, outputs, begin = self.how.weight, self.how.bias, self.how.weight.rows, self.begin
         middle = begin + weight.columns * outputs
         end = middle + outputs
-        _, scale, scale_of_bias = self.sums[end : end + 3].tolist()
-        found = [(weight, self.sums[begin:middle], scale, self.at)]
+        size_of_errors, size_of_keys, root_of_count = self.sums[end : end + 3].tolist()
+        error_terms = max(error_terms, size_of_errors)
+        found = [(weight, self.sums[begin:middle], error_terms * size_of_keys, self.at)]
         if bias is not None:
-            found.append((bias, self.sums[middle:end], scale_of_bias, self.at + 8 * (middle - begin)))
+            at = self.at + 8 * (middle - begin)
+            found.append((bias, self.sums[middle:end], error_terms * root_of_count, at))
         return found
 
 

@@ -23,11 +23,20 @@ class OnlineCurvature:
 
     def __init__(self) -> None:
         self._sums: dict[int, list[Sums]] = {}
+        self._last_step = -1
+        self._is_whole = True
+        """False: an exception came while a step was counted, so that a part of it is in the sums."""
 
     def add(self, step: Step, layers: list[Layer]) -> None:
-        """Count a step, if it is its turn. layers: by their number."""
-        if step.number % EVERY:
+        """Count a step, if it is its turn; only once. layers: by their number."""
+        if step.number % EVERY or step.number <= self._last_step:
             return
+        self._last_step = step.number
+        self._is_whole = False
+        self._count(step, layers)
+        self._is_whole = True
+
+    def _count(self, step: Step, layers: list[Layer]) -> None:
         loss_divisors = divisors(calls_of_blocks(step.blocks), RECORDED_MEAN)
         for block, divided_by in zip(step.blocks, loss_divisors.tolist(), strict=True):
             if block.errors is None or not block.rows * block.positions:
@@ -41,17 +50,23 @@ class OnlineCurvature:
             for one in sums:
                 one.add(keys, errors, divisor, written)
 
-    def taken(self) -> dict[str, Tensor]:
-        """Means and counts for a snapshot, by names that begin with `curvature.`; from now on, another stretch is counted."""
-        found = {}
+    def tensors(self) -> dict[str, Tensor]:
+        """Means and counts for a snapshot, by names that begin with `curvature.`."""
+        found: dict[str, Tensor] = {}
+        if not self._is_whole:
+            return found
         for layer, sums in self._sums.items():
             for number, one in enumerate(sums):
                 means = one.factors(1.0)
                 found[f"curvature.{layer}.{number}.keys"] = means.keys.float()
                 found[f"curvature.{layer}.{number}.errors"] = means.errors.float()
             found[f"curvature.{layer}.slots"] = torch.tensor([sums[0].slots], dtype=torch.int64)
-        self._sums = {}
         return found
+
+    def clear(self) -> None:
+        """A snapshot has them: from now on, another stretch is counted."""
+        self._sums = {}
+        self._is_whole = True
 
 
 def _keys(block: Block, layer: Layer, dtype: torch.dtype) -> Keys:

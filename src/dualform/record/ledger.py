@@ -29,7 +29,7 @@ from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
 from dualform.record.compiled import Room, Slots, Taker, Taking
 from dualform.record.forward_pass import ForwardPass, RowFinder
-from dualform.record.parameters import ParameterLedger, norm_of
+from dualform.record.parameters import ParameterLedger, norm_of_rows
 from dualform.record.silent import silent_slots
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
@@ -151,6 +151,9 @@ class Arrived:
     slots: Slots | None = None
     """The same, if they may be taken by the compiled loop."""
     is_shared: bool = False
+    key_terms: float = 0.0
+    """This and the next one: as Found has them."""
+    error_terms: float = 0.0
 
     def keys(self) -> Keys:
         """The keys as what they stand for."""
@@ -170,8 +173,6 @@ class LayerLedger:
         self.calls: dict[int, list[Call]] = {}
         """By backward pass."""
         self.problems: dict[int, DualformError] = {}
-        self.stored: set[int] = set()
-        """The backward passes that the open step has stored already: weight and bias may have different optimizers."""
         self.consumed: deque[int] = deque(maxlen=CONSUMED)
         """The last ones that earlier steps have stored."""
         self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
@@ -212,7 +213,8 @@ class LayerLedger:
             return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
         keys, errors = layout.slots(keys), layout.slots(errors)
         slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(visit))
-        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots, shared)
+        terms = found.key_terms, found.error_terms
+        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots, shared, *terms)
 
     def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
@@ -228,10 +230,11 @@ class LayerLedger:
         if call.silent is not None and self.layer.form == "parts":
             # A normalisation sums the error signals of several positions: they may cancel while the weight's part does not
             call.silent &= ~arrived.stored.any(1).cpu().numpy()
-        size_of_errors, keys = norm_of(norms.cpu().numpy()), arrived.keys()
+        size_of_errors = max(norm_of_rows(norms, errors), arrived.error_terms)
+        keys = arrived.keys()
         for use, parameter in self.uses:
             if parameter.parameter.requires_grad:
-                parameter.add(task, use, keys, errors, size_of_errors)
+                parameter.add(task, use, keys, errors, size_of_errors, arrived.key_terms)
         if not self._store_as.keeps_errors:
             return self._wanted(call, arrived.stored, None)
         outputs = list(self.layer.outputs)
@@ -247,12 +250,20 @@ class LayerLedger:
         return wanted
 
     def add_taken(
-        self, task: int, visit: Visit, rows: int, positions: int, slots: Slots, *, shared: bool = False
+        self,
+        task: int,
+        visit: Visit,
+        rows: int,
+        positions: int,
+        slots: Slots,
+        *,
+        shared: bool = False,
+        error_terms: float = 0.0,
     ) -> None:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
         call = self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
         call.silent = slots.silent
-        for parameter, added, scale, at in slots.added():
+        for parameter, added, scale, at in slots.added(error_terms):
             if parameter.parameter.requires_grad:
                 parameter.link(task).add(added, scale, at)
 
@@ -280,12 +291,12 @@ class LayerLedger:
         self.calls.setdefault(task, []).append(call)
         return call
 
-    def forget(self, tasks: set[int] | None = None) -> None:
-        """Forget the slots of some backward passes (default: all)."""
-        if tasks is None:
-            self.calls.clear()
-            self.problems.clear()
-            return
+    def forget_until(self, task: int) -> None:
+        """Forget the slots of backward passes up to this one."""
+        self.forget({one for one in (*self.calls, *self.problems) if one <= task})
+
+    def forget(self, tasks: set[int]) -> None:
+        """Forget the slots of some backward passes."""
         for task in tasks:
             self.calls.pop(task, None)
             self.problems.pop(task, None)
@@ -353,6 +364,8 @@ class Ledger:
         self._last_forward: ForwardPass | None = None
         self._graph_task, self._when_ended = graph_task, when_ended
         self._serial = 0
+        self.last_task = -1
+        """The last backward pass that was seen."""
         self._passes: dict[int, Pass] = {}
         """Those that are under way."""
         self.held: Held | None = None
@@ -459,6 +472,7 @@ class Ledger:
         module, under_way = visit.module, self._passes.get(task)
         if under_way is None:  # the first of its backward pass
             self.calls_since_backward = 0
+            self.last_task = max(self.last_task, task)
             under_way = self._passes[task] = Pass()
             self._when_ended(partial(self.settle, task))
         for p in module.parameters:
@@ -488,6 +502,7 @@ class Ledger:
         self.pending, task = True, self._graph_task()
         under_way = self._passes.get(task)
         if under_way is None:  # nothing of it came through a module
+            self.last_task = max(self.last_task, task)
             self.take_apart()
             self._apart = True
             parameter.begin(task)
@@ -587,7 +602,10 @@ class Ledger:
         wanted = []
         for one in read:
             if one.slots is not None and one.slots.taken:
-                one.layer.add_taken(task, one.visit, one.rows, one.positions, one.slots, shared=one.is_shared)
+                size = one.rows, one.positions
+                one.layer.add_taken(
+                    task, one.visit, *size, one.slots, shared=one.is_shared, error_terms=one.error_terms
+                )
             else:
                 wanted += one.layer.add(task, one)
         if wanted:

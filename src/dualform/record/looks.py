@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.native.kernels import address, kernels
 from dualform.projection import Looked
-from dualform.record.audit import Verdict
+from dualform.record.audit import Verdict, shared_factors
 from dualform.record.parameters import Link, ParameterLedger
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -22,8 +22,8 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 ROOMS = 64
 """For so many updates there is room for gradients at a time."""
 
-EXPLAINED, DETERMINED = 1, 2
-"""What the loop says of a gradient: its pass explains it; its factor means something."""
+VERDICT = 5
+"""How many numbers the loop gives for a gradient: factor, residual, whether it is explained, norm, signal (as audit.Verdict has them)."""
 CHANGED = 1 << 32
 """What the loop gives for each part of a parameter that is not what it was."""
 TENSOR, AT, KNOWN, TURNS, SCALE, ROUNDOFF, FIELDS = 0, 5, 6, 8, 9, 10, 13
@@ -57,7 +57,7 @@ class Looks:
         self._bounds[:, ROUNDOFF] = [one.roundoff for one in ledgers]
         self._parts[:, AT] += self._size
         self._parts[:, TURNS] = [one.turns for one in ledgers]
-        self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, 4))
+        self._seen, self._found = np.empty(2 * self._size), np.zeros((2 * count, VERDICT))
         self._remembered, self._buffers = np.empty(self._size), np.zeros(self._size)
         """What the parameters looked like after their last update, and SGD's buffers."""
         self._parts[:, KNOWN] = address(self._remembered) + 8 * starts
@@ -126,7 +126,9 @@ class Looks:
 
     def factors(self) -> Sums:
         """Of each gradient: the factor of its only pass, and the residual, (parameters, 2)."""
-        return self._verdicts[:, :2]
+        found = self._verdicts[:, :2]
+        found[:, 0] = shared_factors(found[:, 0], self._verdicts[:, 4])
+        return found
 
     def sizes(self) -> Sums:
         """The norm of each gradient, as far as R shows it, (parameters,)."""
@@ -140,9 +142,8 @@ class Looks:
         """How its only pass explains a gradient, if that is known."""
         if self._looked is not None or (self._unknown is not None and self._unknown[place]):
             return None
-        factor, residual, flags, size = self._verdicts[place].tolist()
-        signal = math.inf if int(flags) & DETERMINED else 0.0
-        return Verdict([factor], residual, bool(int(flags) & EXPLAINED), signal, size)
+        factor, residual, explained, size, signal = self._verdicts[place].tolist()
+        return Verdict([factor], residual, bool(explained), signal, size)
 
     def seen(self, place: int) -> Looked:
         """What a gradient looked like before the update."""

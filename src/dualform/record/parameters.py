@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.layers.keys import Keys, Numbers, Vectors, in_groups, part
+from dualform.layers.keys import Keys, Maps, Numbers, in_groups, part
 from dualform.layers.streams import Use
 from dualform.native.kernels import is_plain
-from dualform.projection import Looked, Projection
+from dualform.projection import SHORT, Looked, Projection
 from dualform.record import audit
 
 THROWN = 8
 """How many backward passes are kept after their gradients were thrown away."""
-SHORT = 64
-"""Keys up to this long are looked at for cancellation in R; longer ones have no chance."""
+SMALL, LARGE = 1e-15, 1e15
+"""A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""
 FAR = 1e30
 """What was known to be this large may be infinite when it is looked at, in float32."""
 PARTS = 8
@@ -68,12 +68,32 @@ def roundoff(tensor: Tensor) -> float:
 
 def norm_of(flat: np.ndarray[Any, Any]) -> float:
     """The Euclidean norm of a flat array."""
-    return math.sqrt(np.add.reduce(flat * flat))  # few numbers: a call of BLAS takes longer
+    wide = flat.astype(np.float64, copy=False)  # squares may leave the range of float32
+    return math.sqrt(np.add.reduce(wide * wide))  # few numbers: a call of BLAS takes longer
 
 
-def bound_of(keys: Tensor) -> float:
-    """A bound on what rounding may hide in keys @ R: short keys may cancel in it (they add up to zero, and R is all ones)."""
-    return float(torch.linalg.vector_norm(keys)) if keys.shape[1] <= SHORT else 0.0
+def norm_of_tensor(tensor: Tensor) -> float:
+    """The Euclidean norm of a tensor of any size."""
+    norm = float(torch.linalg.vector_norm(tensor))
+    if SMALL < norm < LARGE:
+        return norm
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def norm_of_rows(norms: Tensor, rows: Tensor) -> float:
+    """The Euclidean norm of a matrix, given the norms of its rows."""
+    norm = norm_of(norms.cpu().numpy())
+    return norm if SMALL < norm < LARGE else norm_of_tensor(rows)
+
+
+def size_of_keys(keys: Keys) -> float:
+    """The norm of keys, or a bound on it."""
+    if isinstance(keys, Numbers):
+        return math.sqrt(len(keys))
+    if isinstance(keys, Maps):
+        # A pixel is part of as many patches as the kernel has places, at most
+        return math.sqrt(math.prod(keys.geometry.kernel)) * norm_of_tensor(keys.maps)
+    return norm_of_tensor(keys.vectors())
 
 
 class ParameterLedger:
@@ -95,6 +115,9 @@ class ParameterLedger:
         self.in_columns = is_plain(self.random.T) and self.random.numel() > 0
         """Whether a compiled loop can look through R (a weight without columns has nothing to see)."""
         self.rows, self.roundoff = rows, roundoff(parameter)
+        self.may_hide = self.is_matrix and inputs <= SHORT
+        """Whether vectors may nearly cancel in R, so that their rounding is larger than what is seen of them; with many inputs that is too
+        unlikely."""
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
@@ -171,7 +194,7 @@ class ParameterLedger:
                 return math.isfinite(norm_of(self.look(parameter).astype(np.float64)))
             if not math.isfinite(norm_of(found)):
                 return size < FAR * FAR
-            # The same product over fewer rows may round otherwise. The entries of R are ±1, so what was seen tells the size of
+            # The same product over fewer rows may round otherwise. The entries of R are about 1, so what was seen tells the size of
             # the weight: of all rows, since a single one may cancel
             rest = found - known
             if float(rest @ rest) <= self.slack * self.slack * size:
@@ -202,6 +225,10 @@ class ParameterLedger:
         self.links.append(link)
         return link
 
+    def forget_until(self, task: int) -> None:
+        """Forget backward passes up to this one."""
+        self.links = [link for link in self.links if link.task > task]
+
     def bound_coarse_error(self, link: Link) -> float:
         """Write down how far rounding to 16 bits may have moved a pass's gradient; gives that type's unit roundoff."""
         assert link.coarse_dtype is not None
@@ -209,21 +236,27 @@ class ParameterLedger:
         link.coarse = audit.coarse_error(norm_of(link.added), seen, link.coarse_dtype, link.partial_sums)
         return torch.finfo(link.coarse_dtype).eps / 2
 
-    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, norm: float) -> None:
-        """Add what some slots say was added to the gradient. norm: of the error signals."""
+    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:
+        """Add what some slots say was added to the gradient, with a bound on the sum of its absolute terms.
+
+        error_terms, key_terms: bounds on the norms of the absolute terms of error signals and keys (key_terms 0: their own norm). By
+        Cauchy-Schwarz, the absolute terms of Σ error ⊗ key sum to at most their product.
+        """
         link = self.link(task)
-        own, low = link.room().reshape(self.rows, self.columns), 0
+        own = link.room().reshape(self.rows, self.columns)
         if use.rows:
             low, high = use.rows
             own = own[low:high]
         used = part(errors, use.errors)
+        root_of_count = math.sqrt(len(errors))
         if use.role == "bias":
             own += used.sum(0).cpu().numpy()[:, None]
-            link.scale += norm * math.sqrt(len(errors))
+            link.scale += error_terms * root_of_count  # each key is 1
         elif use.role == "scale":
+            # Here a key is the product of both already, and what is summed
             parts = keys.vectors()
             own += parts.sum(0).cpu().numpy()[:, None]
-            link.scale += math.sqrt(len(parts)) * float(torch.linalg.vector_norm(parts))
+            link.scale += max(norm_of_tensor(parts), key_terms) * root_of_count
         elif use.role == "weight":
             projected = keys.project(self.random_like(errors), use.keys, use.groups)
             if use.groups == 1:
@@ -231,12 +264,14 @@ class ParameterLedger:
             else:
                 apart = in_groups(used, use.groups)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
-            hidden = bound_of(keys.data) if isinstance(keys, Vectors) else 0.0
-            link.scale += norm * max(norm_of(projected.cpu().numpy().ravel()), hidden)
+            size = norm_of(projected.cpu().numpy().ravel())
+            if self.may_hide:
+                size = max(size, size_of_keys(keys))
+            link.scale += error_terms * size
         else:
             projected = used @ self.random_like(errors)
             own += keys.outer(projected).T.cpu().numpy()
-            size = (
-                math.sqrt(len(errors)) if isinstance(keys, Numbers) else float(torch.linalg.vector_norm(keys.vectors()))
-            )
-            link.scale += size * norm_of(projected.cpu().numpy().ravel())
+            size = norm_of(projected.cpu().numpy().ravel())
+            if self.may_hide:
+                size = max(size, error_terms)
+            link.scale += size * size_of_keys(keys)

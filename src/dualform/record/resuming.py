@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
+import torch
+from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.record import audit
-from dualform.record.books import Books
+from dualform.record.books import COUNTED_AS, Books, WatchedParameter
 from dualform.record.ledger import Ledger
-from dualform.record.parameters import roundoff
+from dualform.record.parameters import ParameterLedger, roundoff
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
+
+LOAD_STATE = (
+    "Save the optimizer's state with the model when you call recorder.seal(), and load both before record(…, resume=…): "
+    "optimizer.load_state_dict(…)."
+)
 
 
 def manifest(folder: Path, step: int | None) -> Manifest:
@@ -69,31 +78,138 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
                 f"{_short(getattr(before, what))} instead of {_short(getattr(now, what))}."
             )
     store = Store(folder)
-    updates = store.updates.filter(pl.col("step") < before.end_step)
-    for watched, _ in books.recorded():
-        parameter = watched.parameter
-        mine = updates.filter((pl.col("parameter") == watched.number) & pl.col("after").is_not_null())
-        if mine.height:
-            known = float(mine["after"][-1])
-        else:
-            moment = before.end_step if before.keep == "totals" else 0
-            watched.remember(store.snapshot(moment)[f"model.{watched.name}"])
-            known = watched.fingerprint
-            watched.remember()
-        bound = audit.SLACK * roundoff(parameter) * np.sqrt(parameter.numel()) * watched.size
-        if not abs(watched.fingerprint - known) <= bound:
-            raise RecordingError(
-                f"resume: {watched.name!r} is not what the recording in {folder} says it was after step "
-                f"{before.end_step}. Load the checkpoint of that step into the model (and its optimizer) first, or say "
-                f"which step it is: resume=n."
-            )
-    _check_state(store, before.end_step, books, folder)
-    books.next_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
+    _Checkpoint(store, before).compare(books)
+    books.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
     if before.keep == "totals" and before.totals is not None:
-        books.next_row = before.totals.rows
+        books.first_row = before.totals.rows
     for module in ledger.modules:
         module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
     return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
+
+
+class _Checkpoint:
+    """What a recording knows of weights and optimizer state at the step that is gone on from."""
+
+    def __init__(self, store: Store, before: Manifest):
+        self._folder, self._keep, self._step = store.folder, before.keep, before.end_step
+        self._updates = store.updates.filter(pl.col("step") < self._step)
+        self._snapshot_step = max(snapshot.step for snapshot in before.snapshots)
+        self._snapshot = store.snapshot(self._snapshot_step)
+        self._without_buffer: list[str] = []
+        """Parameters whose momentum begins afresh."""
+        self._with_buffer: list[str] = []
+
+    def compare(self, books: Books) -> None:
+        """Refuse a model and optimizers that are not what they were at that step."""
+        for watched in books.watched_parameters():
+            mine = self._updates.filter(pl.col("parameter") == watched.ledger.number)
+            since_snapshot = mine.filter(pl.col("step") >= self._snapshot_step)
+            self._compare_fingerprint(watched.ledger, mine)
+            if not since_snapshot.height:
+                self._compare_weights(watched.ledger)
+            if self._keep == "keys":
+                continue  # nothing that is stored depends on the optimizer
+            self._compare_kind(watched, mine)
+            self._compare_counters(watched, mine)
+            if not since_snapshot.height:
+                self._compare_state(watched)
+            elif not watched.tensors and watched.is_elementwise:
+                self._refuse_missing(watched, list(watched.names))
+        if self._without_buffer and self._with_buffer:
+            raise RecordingError(
+                f"resume: the optimizer has no momentum_buffer for {', '.join(map(repr, self._without_buffer))}, and has one for "
+                f"{', '.join(map(repr, self._with_buffer))}. {LOAD_STATE}"
+            )
+        if self._without_buffer:
+            warnings.warn(
+                f"resume: the optimizer has no momentum, and the recording in {self._folder} had some after step {self._step}. It "
+                f"begins afresh, as the optimizer of a second phase does. If it is to go on: {LOAD_STATE}",
+                stacklevel=4,
+            )
+
+    def _compare_fingerprint(self, ledger: ParameterLedger, mine: pl.DataFrame) -> None:
+        """After each step, one number of each parameter is stored."""
+        known = mine.filter(pl.col("after").is_not_null())
+        if not known.height:
+            return
+        bound = audit.SLACK * roundoff(ledger.parameter) * np.sqrt(ledger.parameter.numel()) * ledger.size
+        if not abs(ledger.fingerprint - float(known["after"][-1])) <= bound:
+            self._refuse_weights(ledger)
+
+    def _compare_weights(self, ledger: ParameterLedger) -> None:
+        if not _is_same(self._snapshot[f"model.{ledger.name}"], ledger.parameter):
+            self._refuse_weights(ledger)
+
+    def _refuse_weights(self, ledger: ParameterLedger) -> None:
+        raise RecordingError(
+            f"resume: {ledger.name!r} is not what the recording in {self._folder} says it was after step {self._step}. Load the "
+            f"checkpoint of that step into the model (and its optimizer) first, or say which step it is: resume=n."
+        )
+
+    def _compare_kind(self, watched: WatchedParameter, mine: pl.DataFrame) -> None:
+        before = mine["optimizer"][-1] if mine.height else watched.kind
+        if before != watched.kind:
+            raise RecordingError(
+                f"resume: {watched.ledger.name!r} was trained by an optimizer of the kind {before!r} in {self._folder} and is now given "
+                f"to one of the kind {watched.kind!r}. A dual form holds for one kind: record this phase into another folder."
+            )
+
+    def _compare_counters(self, watched: WatchedParameter, mine: pl.DataFrame) -> None:
+        """How many updates the optimizer has counted: Adam and its relatives correct their averages by it."""
+        for name, now in watched.counters.items():
+            stored = f"state.{watched.ledger.name}.{name}"
+            recorded = COUNTED_AS[name]
+            if recorded in mine.columns and mine.height and mine[recorded][-1] is not None:
+                known = float(mine[recorded][-1])
+            elif stored in self._snapshot:
+                known = float(self._snapshot[stored])
+            else:
+                continue
+            if not math.isclose(now, known, rel_tol=1e-6):
+                raise RecordingError(
+                    f"resume: the optimizer's {name} of {watched.ledger.name!r} is {now:g}, and {known:g} after step {self._step} in "
+                    f"{self._folder}. {LOAD_STATE}"
+                )
+
+    def _compare_state(self, watched: WatchedParameter) -> None:
+        """Every tensor of the optimizer, both ways."""
+        prefix = f"state.{watched.ledger.name}."
+        every = {name.removeprefix(prefix) for name in self._snapshot if name.startswith(prefix)}
+        known = every - set(COUNTED_AS)
+        missing, added = sorted(known - set(watched.tensors)), sorted(set(watched.tensors) - known)
+        if missing and not added and not watched.is_elementwise:
+            self._without_buffer.append(watched.ledger.name)
+            return
+        if missing:
+            self._refuse_missing(watched, missing)
+        if added:
+            raise RecordingError(
+                f"resume: the optimizer has {', '.join(added)} for {watched.ledger.name!r}, which the recording in {self._folder} did "
+                f"not have after step {self._step}. {LOAD_STATE}"
+            )
+        for name, value in watched.tensors.items():
+            if not _is_same(self._snapshot[prefix + name], value):
+                raise RecordingError(
+                    f"resume: the optimizer's {name} of {watched.ledger.name!r} is not what it was after step {self._step} in "
+                    f"{self._folder}. {LOAD_STATE}"
+                )
+        if known:
+            self._with_buffer.append(watched.ledger.name)
+
+    def _refuse_missing(self, watched: WatchedParameter, missing: list[str]) -> None:
+        raise RecordingError(
+            f"resume: the optimizer has no {', '.join(missing)} for {watched.ledger.name!r}, which it had after step {self._step} in "
+            f"{self._folder}: it is a new one, or its state was not loaded. {LOAD_STATE}"
+        )
+
+
+def _is_same(known: Tensor, value: Tensor) -> bool:
+    """Whether two tensors are the same, up to the rounding of the coarser of their types."""
+    if known.shape != value.shape:
+        return False
+    unit = max(torch.finfo(one.dtype).eps for one in (known, value))
+    now = value.detach().cpu().double()
+    return torch.allclose(now, known.double(), rtol=unit, atol=torch.finfo(torch.float32).tiny, equal_nan=True)
 
 
 def _has_slots(store: Store, before: Manifest, layer: int) -> bool:
@@ -118,20 +234,6 @@ def totals(folder: Path, now: Manifest, wanted: Sequence[Grouping]) -> Store | N
             f"without totals= and build them afterwards: dualform totals RUN --by COLUMN."
         )
     return Store(folder)
-
-
-def _check_state(store: Store, step: int, books: Books, folder: Path) -> None:
-    """Where there is a snapshot at that step (recorder.seal()), the optimizer's state is compared too."""
-    if step not in store.snapshot_steps():
-        return
-    snapshot = store.snapshot(step)
-    for ledger, name, value in books.optimizer_state():
-        known = f"state.{ledger.name}.{name}"
-        if known in snapshot and not np.array_equal(snapshot[known].numpy(), value.detach().cpu().numpy()):
-            raise RecordingError(
-                f"resume: the optimizer's {name} of {ledger.name!r} is not what it was after step {step} in {folder}. "
-                f"Load the optimizer's state of that checkpoint too."
-            )
 
 
 def _short(value: object) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,11 @@ def groupings(wanted: Wanted | str | None, keep: str) -> tuple[Grouping, ...]:
 
 
 class OnlineTotals:
-    """Collects finished steps and folds them, a stretch at a time."""
+    """Collects finished steps and folds them, a stretch at a time.
+
+    An exception that comes while sums are changed (Ctrl-C is held back, others may come) leaves some of them with a step and others
+    without it. They are then of no use: `is_whole` is False from there on.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,14 @@ class OnlineTotals:
         self._numbering = [
             Numbering(g.columns, None if kept is None else kept.groups(number)) for number, g in enumerate(wanted)
         ]
-        self._steps: list[records.Step] = []
+        self.collected: list[records.Step] = []
+        """Steps that are yet to be folded, …"""
+        self.nbytes = 0
+        """… and how much memory they hold."""
+        self.folded: list[records.Step] = []
+        """Steps that are in the sums and were not fetched yet."""
+        self._last_folded = -1
+        self.is_whole = True
         self._row_groups: dict[int, list[np.ndarray[Any, Any]]] = {}
 
     def check(self, columns: Sequence[Column]) -> None:
@@ -77,11 +89,15 @@ class OnlineTotals:
             )
 
     def add(self, step: records.Step) -> None:
-        """A step is finished."""
-        for rows in step.rows:
-            if not rows.count:  # the batch after it begins with the same row
-                continue
-            self._row_groups[rows.first_row] = [self._number(numbering, rows) for numbering in self._numbering]
+        """A step is finished. One that was added before is left out."""
+        last = self.collected[-1].number if self.collected else self._last_folded
+        if step.number <= last:
+            return
+        with self._changed():
+            for rows in step.rows:
+                if not rows.count:  # the batch after it begins with the same row
+                    continue
+                self._row_groups[rows.first_row] = [self._number(numbering, rows) for numbering in self._numbering]
         counts = [len(numbering) for numbering in self._numbering]
         needed = self._sums.nbytes(counts)
         if needed > self._most:
@@ -91,17 +107,33 @@ class OnlineTotals:
                 f'{self._most / 1e9:.1f} GB. Keep key sums only for large columns, e.g. totals={{"sample_id": "keys"}}, or '
                 f"raise totals_bytes=."
             )
-        self._steps.append(step)
+        self.nbytes += step.nbytes
+        self.collected.append(step)
 
-    def fold(self) -> list[records.Step]:
-        """Fold what was collected; gives back the steps."""
-        steps, self._steps = self._steps, []
-        slots = {number: self._pieces(steps, number, layer) for number, layer in enumerate(self._layers)}
-        names = self._parameters if self._deltas else []
-        updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
-        self._sums.fold(slots, updates)
-        self._row_groups.clear()
-        return steps
+    def fold(self) -> None:
+        """Add what was collected to the sums."""
+        steps = self.collected
+        if not steps:
+            return
+        with self._changed():
+            slots = {number: self._pieces(steps, number, layer) for number, layer in enumerate(self._layers)}
+            names = self._parameters if self._deltas else []
+            updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
+            self._sums.fold(slots, updates)
+            self._row_groups.clear()
+            self.folded += steps
+            self._last_folded = steps[-1].number
+            self.nbytes = 0
+            self.collected = []
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Within this, sums or groups are changed: by halves, if it ends with an exception."""
+        if not self.is_whole:
+            raise RecordingError("totals: an exception came while they were summed up, so they cannot be carried on.")
+        self.is_whole = False
+        yield
+        self.is_whole = True
 
     def sealed(self, step: int, rows: int, columns: Sequence[Column]) -> NewTotals:
         """Everything folded so far, for the writer."""

@@ -33,6 +33,10 @@ CURES = {
 }
 """How to mend what the system complains about."""
 
+READ_AGAIN = " Try again, or open a copy of the recording on another disk."
+WRITE_AGAIN = " Try again, or choose a folder on another disk."
+"""What to do where nothing better is known."""
+
 # O_NONBLOCK: opening a named pipe would wait for its other end. Windows has only some of these flags.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
 
@@ -120,12 +124,14 @@ def _read_error(path: Path, error: OSError) -> StoreError:
     where = _named(path, error)
     reason = error.strerror or str(error)
     if isinstance(error, FileNotFoundError):
-        return StoreDamagedError(f"{where} is missing, though the manifest names it.")
+        return StoreDamagedError(
+            f"{where} is missing, though the manifest names it. Restore it from a copy of the recording."
+        )
     if isinstance(error, PermissionError):
         return StorePermissionError(
             f"{where} cannot be read: {reason}. Ask its owner for the right to read it, or open a copy of the recording."
         )
-    return StoreError(f"{where} cannot be read: {reason}.{cure_of(error)}")
+    return StoreError(f"{where} cannot be read: {reason}.{cure_of(error) or READ_AGAIN}")
 
 
 def _write_error(path: Path, error: OSError) -> StoreError:
@@ -135,9 +141,12 @@ def _write_error(path: Path, error: OSError) -> StoreError:
         return StorePermissionError(
             f"{where} cannot be written: {reason}. Choose a folder that you may write to, or change its permissions."
         )
-    return WriterError(f"{where} cannot be written: {reason}.{cure_of(error)}")
+    return WriterError(f"{where} cannot be written: {reason}.{cure_of(error) or WRITE_AGAIN}")
 
 
 def _named(path: Path, error: OSError) -> str:
-    """The path that the system complains about, if it says so."""
-    return str(error.filename) if isinstance(error.filename, (str, os.PathLike)) else str(path)
+    """The path that the system complains about, if it says so; within `path`, it may be a bare name."""
+    if not isinstance(error.filename, (str, os.PathLike)):
+        return str(path)
+    named = os.fspath(error.filename)
+    return named if named.startswith(str(path)) else f"{path} ({named})"

@@ -17,8 +17,8 @@ import xxhash
 from dualform.errors import StoreDamagedError
 from dualform.store.access import open_regular, reading
 from dualform.store.format import MOST, File, checksum
-from dualform.store.labels import LABEL
-from dualform.store.safe import NAMES
+from dualform.store.labels import DIRECTORY, LABEL
+from dualform.store.safe import NAMES, directory
 
 A = TypeVar("A", bound=Sized)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -171,6 +171,8 @@ def _arrays(text: bytes, data_size: int) -> tuple[dict[str, dict[str, Any]], dic
         end = after
     if end != data_size:
         raise ValueError(f"its arrays take {end:,} bytes, there are {data_size:,}")
+    if metadata.pop(DIRECTORY, None) != directory(header):
+        raise ValueError("its arrays are not those that were written")
     return header, metadata
 
 

@@ -6,8 +6,7 @@ unless it is 2²⁹ times smaller than the norm of its vector.
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -159,32 +158,35 @@ class Pool:
     """Memory that goes round between recorder and writer: fresh pages cost more than the copy into them.
 
     What is taken under one name follows each other in memory, so that the writer finds whole stretches, not pieces.
+
+    One thread takes memory; any thread gives it back, into a queue that the first one empties. There is no lock that an exception
+    from outside (Ctrl-C) could leave locked.
     """
 
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
         self._free: dict[tuple[int, tuple[Stream, ...]], list[Slab]] = defaultdict(list)
         self._filling: dict[str, Slab] = {}
         self._most, self._slab_bytes, self._bytes = most_bytes, slab_bytes, 0
-        self._lock = threading.Lock()
+        self._given: deque[Encoded] = deque()
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype, named: bool = False) -> Encoded:
         """Room for some vectors (count, width), with any content. named: and for their names."""
         wanted = (Stream(width, dtype, named),)
-        with self._lock:
-            slab = self._filling.get(name)
-            if slab is None or slab.used + count > slab.rows or slab.streams != wanted:
-                if slab is not None and not slab.out:
-                    self._keep(slab)
-                slab = self._filling[name] = self._slab(count, wanted)
-            return slab.taken(count).vectors[0]
+        self._take_back()
+        slab = self._filling.get(name)
+        if slab is None or slab.used + count > slab.rows or slab.streams != wanted:
+            if slab is not None and not slab.out:
+                self._keep(slab)
+            slab = self._filling[name] = self._slab(count, wanted)
+        return slab.taken(count).vectors[0]
 
     def take_slab(self, count: int, streams: tuple[Stream, ...]) -> list[Part]:
         """Room for as many vectors of several streams, again and again: all parts of a slab."""
-        with self._lock:
-            slab = self._slab(count, streams)
-            return [slab.taken(count) for _ in range(slab.rows // max(count, 1))]
+        self._take_back()
+        slab = self._slab(count, streams)
+        return [slab.taken(count) for _ in range(slab.rows // max(count, 1))]
 
     def like(self, wanted: Wanted, dtype: torch.dtype) -> Encoded:
         """Room for what is wanted."""
@@ -204,14 +206,16 @@ class Pool:
         return room
 
     def give(self, *vectors: Encoded | None) -> None:
-        """Take back vectors that nobody looks at any more."""
-        with self._lock:
-            for one in vectors:
-                slab = None if one is None else one.slab
-                if slab is not None:
-                    slab.out -= 1
-                    if not slab.out and not any(slab is other for other in self._filling.values()):
-                        self._keep(slab)
+        """Give back vectors that are no longer needed; from any thread."""
+        self._given.extend([one for one in vectors if one is not None and one.slab is not None])
+
+    def _take_back(self) -> None:
+        while self._given:
+            slab = self._given.popleft().slab
+            assert slab is not None
+            slab.out -= 1
+            if not slab.out and not any(slab is other for other in self._filling.values()):
+                self._keep(slab)
 
     def _slab(self, count: int, streams: tuple[Stream, ...]) -> Slab:
         # Small layers get small slabs: a large network has hundreds of them

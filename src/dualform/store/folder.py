@@ -8,19 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import polars as pl
 
 from dualform.errors import StoreDamagedError, StoreExistsError
-from dualform.store.access import create, open_lock, read_regular, reading, writing
+from dualform.store.access import create, read_regular, reading, writing
 from dualform.store.format import LOCK, MANIFEST, File, Manifest, checksum, load_manifest
 from dualform.store.labels import LABEL
-
-try:
-    import fcntl
-except ImportError:  # Windows: the second writer is then found by the folder's content alone
-    fcntl = None  # type: ignore[assignment]
+from dualform.store.lock import FolderLock
 
 
 def publish(folder: Path, manifest: Manifest) -> None:
@@ -61,33 +56,15 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(folder: Path) -> BinaryIO | None:
-    """Hold a folder against other writers, until the file is closed."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if fcntl is None:
-            return None
-        file = open_lock(folder / LOCK)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StoreExistsError(
-            f"{folder} is being written by another recorder (it holds {LOCK}). Record into another folder, or wait."
-        ) from None
-    return file
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a store against other writers; it must exist."""
     load_manifest(folder)
-    held = lock(folder)
+    held = FolderLock(folder)
     try:
         yield
     finally:
-        if held is not None:
-            held.close()
+        held.release()
 
 
 def prepare(folder: Path, *, overwrite: bool) -> None:
@@ -108,13 +85,12 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         raise StoreExistsError(
             f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
         )
-    held = lock(folder)
+    held = FolderLock(folder)
     try:
         with writing(folder):
             _remove(folder)
     finally:
-        if held is not None:
-            held.close()
+        held.release()
 
 
 def _is_recording(folder: Path) -> bool:

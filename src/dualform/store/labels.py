@@ -13,6 +13,8 @@ from dualform.store.format import Chunk, Manifest, Totals, checksum, compact_jso
 
 LABEL = "dualform"
 """The name of the label in a file's metadata."""
+DIRECTORY = "dualform.directory"
+"""The name of the checksum, in the metadata of a safetensors file, of which tensors it has."""
 
 Label = dict[str, Any]
 

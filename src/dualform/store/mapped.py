@@ -9,7 +9,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from dualform.errors import StoreDamagedError
+from dualform.errors import StoreDamagedError, StoreError
+from dualform.store.access import READ_AGAIN
 from dualform.store.checked import Bytes, CheckedFile
 from dualform.store.format import File
 from dualform.store.pages import in_large_pages
@@ -31,7 +32,7 @@ class TensorFile(CheckedFile[Tensor]):
         try:
             self._map = torch.UntypedStorage.from_file(str(self.path), False, size)
         except RuntimeError as error:  # PyTorch opens it by its name: it may be gone, or be another one
-            raise StoreDamagedError(f"{self.path} cannot be mapped into memory: {error}.") from None
+            raise StoreError(f"{self.path} cannot be mapped into memory: {error}.{READ_AGAIN}") from None
         if self._large_pages:
             in_large_pages(self._map.data_ptr(), self._map.nbytes())
         # The header has the checksums of all tensors: if it is the same, it does not matter which file it was read from

@@ -372,15 +372,14 @@ class Store(Sealed):
         """The kept gradients of a parameter in one chunk."""
         number = self.parameter(parameter)
         file = self._chunk_file(place)
-        if f"gradient.{number}" not in file:
-            return None
+        name = f"gradient.{number}"
         kept = self.updates_in(place).filter((pl.col("parameter") == number) & pl.col("gradient_kept")).height
-        gradients = file[f"gradient.{number}"]
-        if kept > len(gradients):
+        stored = file.shape(name)[0] if name in file else 0
+        if kept > stored:
             raise StoreDamagedError(
-                f"{file.path} is damaged: it has {len(gradients)} gradients of {parameter!r}, its updates say {kept}."
+                f"{file.path} is damaged: it has {stored} gradients of {parameter!r}, the updates of its chunk say {kept}."
             )
-        return gradients[:kept]
+        return file[name][:kept] if name in file else None
 
     def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
         """One line for each slot of a chunk: these columns of its row, and its `position`.

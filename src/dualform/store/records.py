@@ -88,9 +88,17 @@ class Step:
 
     _nbytes: int = 0
 
-    def drop_slots(self) -> None:
-        """Keep nothing that grows with the number of steps: the slots are in the totals."""
-        self.rows, self.blocks, self.updates, self.log = [], [], [], {}
+    def copy(self) -> Step:
+        """Another one, to be added to apart from this one; what log() adds is in both."""
+        copied = Step(self.number, [*self.rows], [*self.blocks], [*self.updates], self.log)
+        copied.after, copied.marks, copied.row_evidence = {**self.after}, {**self.marks}, {**self.row_evidence}
+        return copied
+
+    def drop_slots(self, pool: Pool) -> None:
+        """Keep nothing that grows with the number of steps: the slots are in the totals. Doing so again changes nothing."""
+        while self.blocks:
+            self.blocks.pop().give_back(pool)
+        self.rows, self.updates, self.log = [], [], {}
         self._nbytes = 0
 
     @property

@@ -23,7 +23,7 @@ import xxhash
 
 from dualform.store.access import create
 from dualform.store.format import File, checksum
-from dualform.store.labels import LABEL
+from dualform.store.labels import DIRECTORY, LABEL
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]], label: str
         if len(pieces) > 1:
             shape[0] = sum(len(piece) for piece in pieces)
         header[name] = {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [start, size]}
+    metadata[DIRECTORY] = directory(header)
     unit = BLOCK if size >= DIRECT_FROM else 8
     with create(path) as file:
         stage = _Stage(file.fileno(), len(_head(header, unit)), size)
@@ -70,6 +71,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[Array]], label: str
         stage.write(memoryview(head))
         os.fsync(file.fileno())
     return File(len(head) + size, checksum(head))
+
+
+def directory(header: Mapping[str, Any]) -> str:
+    """A checksum of the tensors' names, types and shapes: one that is missing or cut short is noticed, even if nobody counts it."""
+    described = [
+        [name, header[name]["dtype"], header[name]["shape"]] for name in sorted(header) if name != "__metadata__"
+    ]
+    return checksum(json.dumps(described, separators=(",", ":")).encode())
 
 
 def _head(header: dict[str, Any], unit: int) -> bytes:

@@ -11,8 +11,10 @@ import queue
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,7 +27,7 @@ from dualform.store.access import cure_of, writing
 from dualform.store.chunks import slot_tensors
 from dualform.store.encoding import Pool
 from dualform.store.equal import EqualKeys
-from dualform.store.folder import flush_folder, lock, publish, write_table
+from dualform.store.folder import flush_folder, publish, write_table
 from dualform.store.format import (
     CHUNK_FILES,
     ROWS,
@@ -41,6 +43,7 @@ from dualform.store.format import (
     snapshot_name,
 )
 from dualform.store.labels import Labels, chunk_about
+from dualform.store.lock import FolderLock
 from dualform.store.reader import Store
 from dualform.store.records import Step
 from dualform.store.safe import write_tensors
@@ -56,8 +59,45 @@ class NewLayer:
     parameters: tuple[Parameter, ...]
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """All weights and optimizer state after `step` updates, all totals of that moment, or both."""
+
+    step: int
+    weights: dict[str, Tensor] | None = None
+    totals: NewTotals | None = None
+
+    @property
+    def nbytes(self) -> int:
+        weights = 0 if self.weights is None else sum(tensor.nbytes for tensor in self.weights.values())
+        return weights + (0 if self.totals is None else self.totals.nbytes)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The recording is over. ended: how; None: nothing more is to be written."""
+
+    ended: str | None
+    left_out: Mapping[str, str]
+
+
+class _Request(Enum):
+    SEAL = "seal what there is"
+
+
+_Reply = queue.SimpleQueue[None]
+"""Gets an entry when everything that was handed over before it is on the disk."""
+_Item = list[Step] | _Moment | NewLayer | _End | _Reply | _Request
+STOP = _End(None, MappingProxyType({}))
+
+
 class Writer:
-    """Writes one store, in the background. weights: all weights and optimizer state when recording begins."""
+    """Writes one store, in the background. weights: all weights and optimizer state when recording begins.
+
+    Whoever records calls it from one thread, and an exception may come there at any moment (Ctrl-C). So nothing here is counted
+    twice if it is called again after an exception, no lock is held that could stay locked, and the background thread, which no
+    Ctrl-C reaches, unlocks the folder when it ends.
+    """
 
     def __init__(
         self,
@@ -72,75 +112,95 @@ class Writer:
     ):
         self.folder = folder
         manifest = manifest.with_session()
-        self.manifest = manifest  # changed by the background thread alone
-        self._columns = manifest.columns
-        self._left_out: dict[str, str] = {}
-        self._queue_bytes, self._chunk_bytes, self._seal_seconds = queue_bytes, chunk_bytes, seal_seconds
-        self._lock_file = lock(folder)
-        self._pool = pool
-        self._labels = Labels(manifest)
-        self._equal = _equal_keys(folder, manifest)
-        self._slots = [sum(chunk.slots[n] for chunk in manifest.chunks) for n in range(len(manifest.layers))]
-        """By layer number: how many slots are sealed."""
-        self._inbox: queue.SimpleQueue[
-            list[Step] | tuple[int | NewTotals, dict[str, Tensor]] | NewLayer | threading.Event | str | None
-        ] = queue.SimpleQueue()
-        self._held = 0
-        self._room = threading.Condition()
-        self._failure: BaseException | None = None
-        self.failed = False
-        """Whether something went wrong in the background."""
+        self._queue_bytes = queue_bytes
         self._waiting: list[Step] = []
+        """Steps that are yet to be handed to the background thread."""
         self._waiting_bytes, self._turn_bytes = 0, min(chunk_bytes, queue_bytes) // 4
-        self._steps: list[Step] = []
-        self._steps_bytes = 0
-        self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
-        self._sealed_at = time.monotonic()
-        # There is never a manifest without the weights it began with
+        self._next_step = manifest.end_step
+        self._handed_over = 0
+        """How many bytes the background thread was given."""
+        inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        thread: threading.Thread | None = None
+        lock = FolderLock(folder)
         try:
+            self._background = _Background(folder, manifest, pool, lock, inbox, chunk_bytes, seal_seconds)
+            # There is never a manifest without the weights it began with
             with writing(folder):
-                self._publish(self._with_snapshot(manifest.end_step, weights))
+                self._background.add_snapshot(manifest.end_step, weights)
+            thread = threading.Thread(target=self._background.run, name="dualform-writer", daemon=True)
+            self._inbox, self._thread = inbox, thread
+            # A writer that is dropped without being closed (an exception while a recorder is made) ends its thread
+            self._finalizer = weakref.finalize(self, inbox.put, STOP)
+            self._finalizer.atexit = False
+            thread.start()
         except BaseException:
-            self.abandon()
+            inbox.put(STOP)
+            if thread is not None and thread.ident is not None:
+                self._join()
+            lock.release()
             raise
-        self._thread = threading.Thread(target=self._work, name="dualform-writer", daemon=True)
-        self._thread.start()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is sealed."""
+        return self._background.manifest
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in the background."""
+        return self._background.failure is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes are on their way to the disk."""
+        return self._handed_over - self._background.written
 
     def put(self, step: Step, columns: Sequence[Column]) -> None:
-        """Hand over a step; waits while more than queue_bytes, and a few steps, are on their way to the disk."""
-        self._columns = tuple(columns)
-        self._waiting.append(step)
-        self._waiting_bytes += step.nbytes
+        """Hand over a step; waits while more than queue_bytes, and a few steps, are on their way to the disk.
+
+        A step that was put before is left out, so that whoever was interrupted can put it again.
+        """
+        self._background.columns = tuple(columns)
+        if step.number >= self._next_step:
+            self._waiting_bytes += step.nbytes
+            self._waiting.append(step)
+            self._next_step = step.number + 1
         if self._waiting_bytes >= self._turn_bytes:
+            self._wait_for_room(self._waiting_bytes)
             self._pass_on()
 
     def _pass_on(self) -> None:
         """Wake the background thread: not for every step, for each turn of it holds up the training."""
         if self._waiting:
-            steps, nbytes = self._waiting, self._waiting_bytes
-            self._waiting, self._waiting_bytes = [], 0
-            self._hold(nbytes)
-            self._inbox.put(steps)
+            # In this order: an exception in between makes the thread get steps twice, which it notices, but never loses one
+            self._inbox.put(list(self._waiting))
+            self._handed_over += sum(step.nbytes for step in self._waiting)
+            self._waiting.clear()
+        self._waiting_bytes = 0
 
-    def snapshot(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def snapshot(self, step: int, weights: dict[str, Tensor]) -> None:
         """Hand over all weights and optimizer state after `step` updates; the tensors must be copies."""
-        self._pass_on()
-        self._hold(sum(t.nbytes for t in tensors.values()))
-        self._inbox.put((step, tensors))
+        self._put_moment(_Moment(step, weights))
 
-    def totals(self, totals: NewTotals, weights: dict[str, Tensor]) -> None:
-        """Hand over all totals, which replace those before, with a snapshot of the same moment."""
+    def totals(self, totals: NewTotals, weights: dict[str, Tensor] | None) -> None:
+        """Hand over all totals, which replace those before, with a snapshot of the same moment, if there is one."""
+        self._put_moment(_Moment(totals.step, weights, totals))
+
+    def _put_moment(self, moment: _Moment) -> None:
         self._pass_on()
-        self._hold(totals.nbytes)
-        self._inbox.put((totals, weights))
+        self._wait_for_room(moment.nbytes)
+        self._inbox.put(moment)
+        self._handed_over += moment.nbytes
 
     def wait(self) -> None:
         """Seal what there is, and wait until all that was handed over is on the disk."""
-        done = threading.Event()
+        done: _Reply = queue.SimpleQueue()
         self._pass_on()
         self._inbox.put(done)
-        while not done.wait(0.2):
-            self.check()
+        while not self._background.has_ended:
+            with contextlib.suppress(queue.Empty):
+                done.get(timeout=0.2)
+                break
         self.check()
 
     def add_layers(self, module: str, layers: Sequence[Layer], parameters: Sequence[Parameter]) -> None:
@@ -148,96 +208,166 @@ class Writer:
         self._pass_on()
         self._inbox.put(NewLayer(module, tuple(layers), tuple(parameters)))
 
-    def abandon(self) -> None:
-        """Let go of the folder after a failure."""
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
-
     def close(self, ended: str, left_out: Mapping[str, str] = MappingProxyType({})) -> None:
         """Seal what is there, write down how it ended and which other layers have no slots, and stop."""
-        self._left_out = dict(left_out)
-        if not self._thread.is_alive() and self._lock_file is None:
-            return
         self._pass_on()
-        self._inbox.put(ended)
-        self._thread.join()
-        self.abandon()
+        self._inbox.put(_End(ended, dict(left_out)))
+        self._join()
         self.check()
+
+    def abandon(self) -> None:
+        """Stop as soon as what is being written is on the disk, and leave the rest."""
+        self._background.is_abandoned = True
+        self._inbox.put(STOP)
+        self._join()
+
+    def _join(self) -> None:
+        """Wait for the background thread, which unlocks the folder at its end."""
+        # Not by Thread.join(): up to Python 3.12, an exception within it makes the thread seem to have ended
+        while not self._background.has_ended:
+            with contextlib.suppress(queue.Empty):
+                self._background.progress.get(timeout=1.0)
+        self._thread.join()
+        self._finalizer.detach()
 
     def check(self) -> None:
         """Raise what went wrong in the background, if anything did."""
-        if self._failure is not None:
+        failure = self._background.failure
+        if failure is not None:
             raise WriterError(
-                f"writing {self.folder} failed: {self._failure}.{cure_of(self._failure)} The store holds what was sealed before, up to step "
+                f"writing {self.folder} failed: {failure}.{cure_of(failure)} The store holds what was sealed before, up to step "
                 f"{self.manifest.end_step}; it opens with dualform.open()."
-            ) from self._failure
+            ) from failure
 
-    def _hold(self, nbytes: int) -> None:
-        with self._room:
-            while self._failure is None and self._held and self._held + nbytes > self._queue_bytes:
-                self._inbox.put(None)  # seal what there is: there may be less than a chunk
-                self._room.wait()
-            self._held += nbytes
+    def _wait_for_room(self, nbytes: int) -> None:
+        while not self._background.has_ended and self.held_bytes > 0 and self.held_bytes + nbytes > self._queue_bytes:
+            self._inbox.put(_Request.SEAL)  # there may be less than a chunk
+            with contextlib.suppress(queue.Empty):
+                self._background.progress.get(timeout=1.0)
         self.check()
 
-    def _release(self, nbytes: int) -> None:
-        with self._room:
-            self._held -= nbytes
-            self._room.notify_all()
 
-    def _work(self) -> None:
+class _Background:
+    """The part of a writer that runs in its own thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        pool: Pool,
+        lock: FolderLock,
+        inbox: queue.SimpleQueue[_Item],
+        chunk_bytes: int,
+        seal_seconds: float,
+    ):
+        self.folder = folder
+        self.manifest = manifest
+        self.columns = manifest.columns
+        """Of the rows; set by whoever hands over steps."""
+        self.failure: BaseException | None = None
+        self.is_abandoned = False
+        self.has_ended = False
+        self.written = 0
+        """How many of the bytes that were handed over are on the disk, or no longer needed."""
+        self.progress: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Gets an entry whenever that number grows."""
+        self._pool, self._lock, self._inbox = pool, lock, inbox
+        self._chunk_bytes, self._seal_seconds = chunk_bytes, seal_seconds
+        self._labels = Labels(manifest)
+        self._equal = _equal_keys(folder, manifest)
+        self._slots = [sum(chunk.slots[n] for chunk in manifest.chunks) for n in range(len(manifest.layers))]
+        """By layer number: how many slots are sealed."""
+        self._steps: list[Step] = []
+        self._steps_bytes = 0
+        self._next_step = manifest.end_step
+        self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
+        self._sealed_at = time.monotonic()
+
+    def run(self) -> None:
+        """Write what comes in, until the end or a failure; then unlock the folder."""
         try:
-            while True:
-                item = self._inbox.get()
-                if isinstance(item, str):
-                    self._seal(ended=item)
-                    return
-                if isinstance(item, list):
-                    self._steps.extend(item)
-                    self._steps_bytes += sum(step.nbytes for step in item)
-                    late = time.monotonic() - self._sealed_at > self._seal_seconds
-                    if self._steps_bytes >= self._chunk_bytes or late:
-                        self._seal()
-                elif item is None:
-                    self._seal()
-                elif isinstance(item, threading.Event):
-                    self._seal()
-                    item.set()
-                elif isinstance(item, NewLayer):
-                    self._seal()
-                    layers, parameters = self.manifest.layers, self.manifest.parameters
-                    left_out = {name: why for name, why in self.manifest.left_out.items() if name != item.module}
-                    self._equal += [EqualKeys() for _ in item.layers]
-                    self._slots += [0 for _ in item.layers]
-                    self.manifest = replace(
-                        self.manifest,
-                        layers=(*layers, *item.layers),
-                        parameters=(*parameters, *item.parameters),
-                        left_out=left_out,
-                    )
-                    self._labels = Labels(self.manifest)
-                else:
-                    moment, weights = item
-                    self._seal()
-                    if isinstance(moment, NewTotals):
-                        manifest = self._with_snapshot(moment.step, weights)
-                        self._publish(write_totals(self.folder, replace(manifest, columns=self._columns), moment))
-                        self._release(moment.nbytes)
-                    else:
-                        # A snapshot of steps that never arrived would be of no use
-                        if moment <= self.manifest.end_step or self.manifest.keep == "totals":
-                            self._publish(self._with_snapshot(moment, weights))
-                        self._release(sum(t.nbytes for t in weights.values()))
-                    self._remove_old_snapshots()
+            self._write_until_the_end()
         except BaseException as failure:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder / f".{chunk_name(len(self.manifest.chunks))}", ignore_errors=True)
-            with self._room:
-                self._failure, self.failed = failure, True
-                self._room.notify_all()
+            self.failure = failure
+        try:
+            self._lock.release()
+        except OSError as failure:
+            self.failure = self.failure or failure
+        finally:
+            self.has_ended = True  # whoever closes the writer waits for this
+            self.progress.put(None)
 
-    def _seal(self, ended: str | None = None) -> None:
+    def _write_until_the_end(self) -> None:
+        while True:
+            item = self._inbox.get()
+            if isinstance(item, _End):
+                if item.ended is not None and not self.is_abandoned:
+                    self._seal(item.ended, item.left_out)
+                return
+            if not self.is_abandoned:
+                self._do(item)
+
+    def _do(self, item: _Item) -> None:
+        if isinstance(item, list):
+            self._add_steps(item)
+        elif isinstance(item, _Moment):
+            self._seal()
+            self._add_moment(item)
+        elif isinstance(item, NewLayer):
+            self._seal()
+            self._add_layers(item)
+        else:
+            self._seal()
+            if isinstance(item, queue.SimpleQueue):
+                item.put(None)
+
+    def _add_steps(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.number < self._next_step:  # handed over twice: an exception came in between
+                self._release(step.nbytes)
+                continue
+            if step.number > self._next_step:
+                raise RuntimeError(f"step {step.number} came where step {self._next_step} was expected")
+            self._next_step = step.number + 1
+            self._steps.append(step)
+            self._steps_bytes += step.nbytes
+        is_late = time.monotonic() - self._sealed_at > self._seal_seconds
+        if self._steps and (self._steps_bytes >= self._chunk_bytes or is_late):
+            self._seal()
+
+    def _add_moment(self, moment: _Moment) -> None:
+        if moment.step == self._next_step:  # never beyond the last step
+            manifest = self.manifest
+            if moment.weights is not None:
+                manifest = self._with_snapshot(moment.step, moment.weights)
+            if moment.totals is not None:
+                manifest = write_totals(self.folder, replace(manifest, columns=self.columns), moment.totals)
+            self._publish(manifest)
+        self._release(moment.nbytes)
+        self._remove_old_snapshots()
+
+    def _add_layers(self, new: NewLayer) -> None:
+        self._equal += [EqualKeys() for _ in new.layers]
+        self._slots += [0 for _ in new.layers]
+        self.manifest = replace(
+            self.manifest,
+            layers=(*self.manifest.layers, *new.layers),
+            parameters=(*self.manifest.parameters, *new.parameters),
+            left_out={name: why for name, why in self.manifest.left_out.items() if name != new.module},
+        )
+        self._labels = Labels(self.manifest)
+
+    def _release(self, nbytes: int) -> None:
+        self.written += nbytes
+        self.progress.put(None)
+
+    def add_snapshot(self, step: int, weights: dict[str, Tensor]) -> None:
+        """Write a snapshot, and the manifest that names it."""
+        self._publish(self._with_snapshot(step, weights))
+
+    def _seal(self, ended: str | None = None, also_left_out: Mapping[str, str] = MappingProxyType({})) -> None:
         if not self._steps and ended is None:
             return
         inexact = dict(self.manifest.inexact)
@@ -247,12 +377,12 @@ class Writer:
         rows = dict(self.manifest.rows)
         for step in self._steps:
             rows |= step.row_evidence
-        left_out = {**self.manifest.left_out, **self._left_out}
+        left_out = {**self.manifest.left_out, **also_left_out}
         manifest = replace(
-            self.manifest, columns=self._columns, ended=ended, inexact=inexact, rows=rows, left_out=left_out
+            self.manifest, columns=self.columns, ended=ended, inexact=inexact, rows=rows, left_out=left_out
         )
         if self._steps and manifest.keep != "totals":
-            chunk = self._write_chunk(len(manifest.chunks), self._columns)
+            chunk = self._write_chunk(len(manifest.chunks), self.columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
         self._publish(manifest)
         for step in self._steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import polars as pl
 import torch
 
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.progress import Progress
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
 from dualform.store.access import writing
@@ -33,7 +34,7 @@ def build_totals(
     by: str | Sequence[str],
     *,
     kind: str = "both",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Build totals for the groups that the columns `by` make, from a recording's slots, and keep them with it.
 
@@ -70,7 +71,7 @@ def build_totals(
             write_totals(folder, store.manifest, totals)
 
 
-def _fold(store: Store, groupings: Sequence[Grouping], progress: Callable[[str, int, int], None] | None) -> NewTotals:
+def _fold(store: Store, groupings: Sequence[Grouping], progress: Progress | None) -> NewTotals:
     first = store.snapshot(0)
     sums = Accumulated(store.manifest, groupings, beginning={name: first[name] for name in first})
     numberings = [Numbering(g.columns) for g in groupings]

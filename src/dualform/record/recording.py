@@ -1,0 +1,596 @@
+"""One recording, from the optimizers' hooks to the writer: what happens behind the methods of a recorder.
+
+An exception may come between any two lines (Ctrl-C), and the store must then end with the last finished step:
+
+- A step is finished by a single assignment (`_progress`), after the optimizer has returned. An update before that is kept apart
+  (`_update`); the next call finishes or drops it (`_recover`).
+- What happens to a finished step afterwards (totals, curvature, the writer) can be done again without being counted twice.
+- So whoever closes the recording does again what an exception has interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from dualform.errors import DualformError, RecordingError, WriterError
+from dualform.record.books import Books, OpenStep, Update
+from dualform.record.capture import Capture
+from dualform.record.choose import Chosen, described
+from dualform.record.columns import read_batch
+from dualform.record.curvature import OnlineCurvature
+from dualform.record.interrupts import INTERRUPTS, is_running
+from dualform.record.ledger import Ledger
+from dualform.record.parameters import ParameterLedger
+from dualform.record.totals import OnlineTotals
+from dualform.store import format as store
+from dualform.store import records
+from dualform.store.writer import Writer
+
+SNAPSHOT_SHARE = 8
+"""Snapshots are taken when the slots since the last one take this many times its size: at most 1/8 more disk."""
+STRETCH_BYTES = 32 << 20
+"""How many bytes of slots are folded into totals at a time."""
+SNAPSHOT_CHUNKS = 4
+"""… and not before this many chunks' worth."""
+DROPPED = "its recorder was dropped without being closed"
+UNFINISHED = "the weights are not stored: the last optimizer.step() did not return"
+
+
+def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
+    """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
+    tensors = {
+        f"model.{name}": _copied(value)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
+    }
+    for watched in books.watched_parameters():
+        prefix = f"state.{watched.ledger.name}"
+        for name, value in watched.tensors.items():
+            tensors[f"{prefix}.{name}"] = _copied(value)
+        for name, number in watched.counters.items():
+            tensors[f"{prefix}.{name}"] = torch.tensor([number], dtype=torch.float64)
+    return tensors
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy in a type that can be stored: 16 and 8 bits that NumPy does not know become float32, exactly."""
+    value = value.detach().cpu()
+    known = value.dtype in (torch.float16, torch.float32, torch.float64) or not value.is_floating_point()
+    return (value.clone() if known else value.float()).contiguous()
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What is recorded for sure. Replaced as a whole, so that an exception finds the one before or the one after."""
+
+    finished: int
+    """How many steps are finished."""
+    next_row: int
+    open: OpenStep | None = None
+    """The last of them, until it is handed over: log() may add to it, and other optimizers may."""
+    early_log: dict[str, float] = field(default_factory=dict)
+    """What log() was given for the next one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user said about a recording as a whole."""
+
+    on_write_error: str
+    chunk_bytes: int
+
+
+class Recording:
+    """Records the training of a model until it is closed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        writer: Writer,
+        ledger: Ledger,
+        books: Books,
+        totals: OnlineTotals | None,
+        curvature: OnlineCurvature | None,
+        waiting: list[Chosen],
+        settings: Settings,
+    ):
+        """waiting: modules that are recorded once their parameters are in an optimizer."""
+        self.path = writer.folder
+        self._process = os.getpid()
+        self._model, self._optimizers, self._settings = model, optimizers, settings
+        self._writer, self._ledger, self._books = writer, ledger, books
+        self._totals, self._curvature = totals, curvature
+        self._totals_lent = False
+        """Whether the writer may be writing the totals, which are not copied for it."""
+        self._handing_over_failed: Exception | None = None
+        """Why steps could be stored at the end only without their part in totals and curvature."""
+        self._has_given_up_totals = False
+        self._columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
+        self._batches = 0
+        self._progress = _Progress(writer.manifest.end_step, books.first_row)
+        self._update: Update | None = None
+        """The update that an optimizer is making."""
+        self._unfinished: Update | None = None
+        """The last update that an optimizer has begun and not finished, if no other was finished since."""
+        self._since_snapshot = 0
+        self._checkpointed = self._only_totals and self.finished > 0
+        """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
+        self._is_detached = False
+        self.is_closed = False
+        self._waiting = [
+            (one, [ParameterLedger(-1, name, p, ledger.seed, vector=p.dim() < 2) for name, p in one.parameters.items()])
+            for one in waiting
+        ]
+        self._optimized = self._count_optimized()
+        books.remember()
+        self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, books).values())
+        self._capture = Capture(model, self._ledger, before_forward=self._adopt if self._waiting else None)
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._attach()
+        except BaseException:
+            self._detach()
+            raise
+
+    def _attach(self) -> None:
+        for module in self._ledger.modules:
+            self._capture.add(module)
+        for number, optimizer in enumerate(self._optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step(number)))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step(number)))
+
+    @property
+    def finished(self) -> int:
+        """How many steps are finished."""
+        return self._progress.finished
+
+    # What the user calls
+
+    def batch(self, columns: Mapping[str, Any]) -> None:
+        """Name the rows of the next forward pass."""
+        if not self._is_recording():
+            return
+        self._recover()
+        batch = read_batch(self._batches, dict(columns), self._columns)
+        self._batches += 1
+        if self._columns is None:
+            if self._totals is not None:
+                self._totals.check(batch.columns)
+            self._columns = batch.columns
+        self._ledger.rows.step = self.finished
+        self._ledger.begin(batch)
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Keep numbers beside the last step, or beside the coming one if its backward pass has begun."""
+        if not self._is_recording():
+            return
+        self._recover()
+        numbers = {n: v.item() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
+        last = self._progress.open
+        if last is None or self._ledger.pending:
+            self._progress.early_log.update(numbers)
+        else:
+            last.record.log.update(numbers)
+
+    def seal(self) -> int:
+        """Seal everything so far with a snapshot and wait for the disk; gives the number of steps."""
+        if self._is_recording():
+            self._guarded(self._seal_now)
+        return self.finished
+
+    def _seal_now(self) -> None:
+        self._recover()
+        self._hand_over()
+        if self._unfinished is not None and self._has_moved():
+            raise RecordingError(
+                f"seal(): the last optimizer.step() did not return, so the weights are not those of step {self.finished}. Close the "
+                f"recorder, load a checkpoint of model and optimizer, and go on with record(…, resume=n)."
+            )
+        self._put_snapshot()
+        self._writer.wait()
+        self._checkpointed = self._only_totals
+
+    def close(self, ended: str) -> None:
+        """Seal everything and remove all hooks. ended: "closed", or the exception that ended the training.
+
+        An exception that comes while it closes waits until it is closed. Ctrl-C is held back, until it comes a second time.
+        """
+        try:
+            warned = self._close_held(ended)
+        except Exception:
+            raise
+        except BaseException:
+            # First what is left to do, unless Ctrl-C came a second time: whoever insists wants to leave
+            if INTERRUPTS.was_insisted:
+                self._abandon()
+            else:
+                with contextlib.suppress(DualformError):
+                    self._close(ended)
+            raise
+        for text in warned:
+            warnings.warn(text, stacklevel=4)
+
+    def _close_held(self, ended: str) -> list[str]:
+        if not self.is_closed and os.getpid() != self._process:
+            self._refuse_child()
+        with INTERRUPTS.held((self, "closing")):
+            return self._close(ended)
+
+    def close_dropped(self) -> None:
+        """Nobody can close it any more."""
+        if os.getpid() != self._process:
+            return  # in a forked child, everything belongs to the parent
+        try:
+            self.close(DROPPED)
+        except DualformError as error:
+            warnings.warn(f"closing the recording in {self.path} failed: {error}", stacklevel=2)
+
+    def _close(self, ended: str) -> list[str]:
+        """Do what is yet to be done; gives warnings. Doing so again, after an exception, changes nothing."""
+        warned: list[str] = []
+        if self.is_closed:
+            return warned
+        self._detach()
+        try:
+            left_out = self._never_called(warned) if ended == "closed" else {}
+            if not self._writer.failed:
+                ended = self._put_everything(ended, warned)
+            self._writer.close(ended, left_out)
+        except WriterError as error:
+            self._abandon()
+            self._raise_or_warn(error, warned)
+        except Exception as error:
+            # What was handed over before is whole
+            self._writer.close(f"{ended}; {type(error).__name__} while it was closed")
+            self.is_closed = True
+            raise
+        self.is_closed = True
+        if self._handing_over_failed is not None:
+            raise self._handing_over_failed
+        return warned
+
+    def _put_everything(self, ended: str, warned: list[str]) -> str:
+        """Hand over all that is finished, and the weights of now, if they are those of the last step; gives how it ended."""
+        self._recover()
+        if self._update is not None:  # closed within optimizer.step()
+            self._forget_update(self._update)
+        self._hand_over_at_the_end()
+        is_by_user = ended == "closed"
+        if self._has_given_up_totals:
+            ended = f"{ended}; totals are not kept"
+        changes = self._books.changes()
+        if self._unfinished is not None and (changes or self._unfinished.has_moved_others()):
+            self._put_totals(None)
+            return f"{ended}; {UNFINISHED}"
+        if changes:
+            self._put_totals(None)
+            names = ", ".join(sorted(changes))
+            if is_by_user:  # else an error is on its way that says so
+                warned.append(
+                    f"{names}: changed after the last step by something else than the optimizer, so the model's weights are not "
+                    f"those that were trained and are not stored. The slots are whole up to step {self.finished}."
+                )
+            return f"{ended}; {names} changed after the last step"
+        if is_by_user or not self._checkpointed:
+            self._put_snapshot()
+        return ended
+
+    def _hand_over_at_the_end(self) -> None:
+        try:
+            self._hand_over()
+            self._fold()
+        except WriterError:
+            raise
+        except Exception as error:
+            # Slots depend neither on totals nor on curvature
+            self._handing_over_failed = error
+            self._curvature = None
+            self._give_up_totals()
+            self._hand_over()
+
+    def _never_called(self, warned: list[str]) -> dict[str, str]:
+        """Layers that had no part in the training: named once, at the end."""
+        idle = [layer.layer.name for one in self._ledger.modules if not one.called for layer in one.layers]
+        if idle and self.finished:
+            warned.append(f"not recorded: {', '.join(map(repr, idle))}: never called in training")
+        return dict.fromkeys(idle, "it was never called in training")
+
+    # Whether it goes on
+
+    @property
+    def _only_totals(self) -> bool:
+        return self._writer.manifest.keep == "totals"
+
+    def _detach(self) -> None:
+        self._is_detached = True
+        self._capture.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _abandon(self) -> None:
+        self._detach()
+        self._writer.abandon()
+        self.is_closed = True
+
+    def _is_recording(self) -> bool:
+        """Whether recording goes on; False after a write error, if the user asked for that."""
+        if os.getpid() != self._process:
+            self._refuse_child()
+        if not self._is_detached and not self._writer.failed:
+            return True
+        if self._is_detached:
+            if self._writer.failed and self._settings.on_write_error == "stop":
+                return False
+            raise RecordingError(f"the recorder of {self.path} is closed. Record into a new folder.")
+        return self._guarded(self._writer.check)
+
+    def _refuse_child(self) -> None:
+        raise RecordingError(
+            f"the recorder of {self.path} belongs to process {self._process} and was used in process {os.getpid()}, a forked child of "
+            f"it (a DataLoader worker, say), where its writer does not run. Use it in the process that called dualform.record(); "
+            f"to record a training in the child, call dualform.record() there, with a folder of its own."
+        )
+
+    def _guarded(self, work: Callable[..., object], *given: Any) -> bool:
+        """Do what may fail in the writer; False if it did and the training is to go on without us."""
+        try:
+            work(*given)
+        except WriterError as error:
+            self._abandon()
+            warned: list[str] = []
+            self._raise_or_warn(error, warned)
+            for text in warned:
+                warnings.warn(text, stacklevel=4)
+            return False
+        return True
+
+    def _raise_or_warn(self, error: WriterError, warned: list[str]) -> None:
+        if self._settings.on_write_error == "raise":
+            raise error
+        warned.append(f"recording has stopped, the training goes on: {error}")
+
+    # One step: the optimizer's hooks
+
+    def _before_step(self, number: int) -> Callable[..., Any]:
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._is_recording():
+                return None
+            self._recover()
+            if float(getattr(optimizer, "found_inf", None) or 0.0):  # a scaler's fused optimizer will skip this step
+                return None
+            within = sys._getframe(1)  # optimizer.step()
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+            if closure is None:
+                self._guarded(self._begin_update, number, within)
+                return None
+
+            def recorded() -> Any:
+                self._finish_update()  # some optimizers call the closure again after they have changed the weights
+                loss = closure()
+                if not self._is_detached:
+                    self._guarded(self._begin_update, number, within)
+                return loss
+
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": recorded}
+            return (args[0], recorded, *args[2:]), kwargs
+
+        return hook
+
+    def _after_step(self, number: int) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            update = self._update
+            if update is not None:
+                update.has_returned = True
+            if self._is_detached:
+                return
+            if update is None:
+                self._books.remember(number)  # the step was skipped
+            else:
+                self._finish_update()
+
+        return hook
+
+    def _begin_update(self, number: int, within: FrameType) -> None:
+        """An optimizer is about to update its parameters: write it down as part of a step. within: the call of optimizer.step().
+
+        A step holds one update of each optimizer; it stays open, for log(), until an optimizer steps again.
+        """
+        if self._update is not None:
+            raise RecordingError(
+                "optimizer.step() was called within optimizer.step() of another recorded optimizer. Record one of them only."
+            )
+        self._ledger.settle_early()
+        last = self._progress.open
+        if last is not None and number in last.updated_by:
+            self._hand_over()
+            self._put_snapshot_if_due()
+            last = None
+        step = OpenStep(records.Step(self.finished), self._progress.next_row) if last is None else last.copy()
+        update = self._books.prepare(number, step, within)
+        self._update = update  # from here on, the weights may change
+        INTERRUPTS.hold((self, "update"), within)
+        self._books.consume(update)
+        self._ledger.pending = False
+
+    def _finish_update(self) -> None:
+        """The optimizer has changed the weights: look at them. Then the update counts, and with it the step."""
+        update = self._update
+        if update is None:
+            return
+        step, before = update.step, self._progress
+        if before.open is not step:  # else an exception came right after it was counted
+            self._books.remember_after(update)
+            early_log = before.early_log
+            if step.record.number == before.finished:
+                step.record.log.update(early_log)
+                early_log = {}
+            self._progress = _Progress(step.record.number + 1, step.next_row, step, early_log)
+        self._unfinished = self._update = None
+        INTERRUPTS.release((self, "update"))
+
+    def _recover(self) -> None:
+        """If an exception has ended optimizer.step(): finish its update if the weights were changed, else forget it."""
+        update = self._update
+        if update is None:
+            return
+        if update.has_returned:
+            self._finish_update()
+        elif not is_running(update.within, sys._getframe()):
+            self._forget_update(update)
+
+    def _forget_update(self, update: Update) -> None:
+        """An optimizer has begun an update, and has not made it, or only a part of it."""
+        self._books.consume(update)
+        self._unfinished = update
+        self._update = None
+        INTERRUPTS.release((self, "update"))
+
+    # Finished steps
+
+    def _hand_over(self) -> None:
+        """Give the last finished step to totals and writer."""
+        last = self._progress.open
+        if last is None:
+            return
+        step, nbytes = last.record, last.record.nbytes
+        if self._curvature is not None:
+            with INTERRUPTS.held((self, "curvature")):
+                self._curvature.add(step, [layer.layer for layer in self._ledger.layers])
+        if self._totals is not None and not self._totals.is_whole:
+            self._go_on_without_totals()
+        if self._totals is None:
+            self._writer.put(step, self._columns or ())
+        else:
+            with INTERRUPTS.held((self, "totals")):
+                self._totals.add(step)
+            if self._totals.nbytes >= STRETCH_BYTES:
+                self._fold()
+        self._since_snapshot += nbytes
+        self._books.retire(last)
+        self._progress = replace(self._progress, open=None)
+
+    def _fold(self) -> None:
+        """Fold steps into the totals, and give them to the writer."""
+        totals = self._totals
+        if totals is None:
+            return
+        if self._totals_lent:
+            self._writer.wait()
+            self._totals_lent = False
+        with INTERRUPTS.held((self, "totals")):
+            totals.fold()
+        for step in totals.folded:
+            if self._only_totals:
+                step.drop_slots(self._ledger.store_as.pool)
+            self._writer.put(step, self._columns or ())
+        totals.folded = []
+
+    def _go_on_without_totals(self) -> None:
+        """An exception has left the totals half-way."""
+        message = f"an exception came while the totals of {self.path} were summed up, so they cannot be carried on"
+        if self._only_totals or self._is_detached:
+            raise RecordingError(
+                f"{message}. The store ends with step {self._writer.manifest.end_step}: go on from there with record(…, resume=True)."
+                if self._only_totals
+                else f"{message}. Build them from the slots: dualform.build_totals(path, by)."
+            )
+        self._give_up_totals()
+        warnings.warn(
+            f"{message}. Build them from the slots when the recording is closed: dualform.build_totals(path, by).",
+            stacklevel=5,
+        )
+
+    def _give_up_totals(self) -> None:
+        """Keep what was collected for them all the same."""
+        totals = self._totals
+        if totals is not None:
+            for step in (*totals.folded, *totals.collected):
+                self._writer.put(step, self._columns or ())
+            self._has_given_up_totals = True
+            self._totals = None
+
+    def _put_snapshot_if_due(self) -> None:
+        enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._settings.chunk_bytes)
+        if self._since_snapshot >= enough and not self._checkpointed and not self._has_moved():
+            self._put_snapshot()
+
+    def _put_snapshot(self) -> None:
+        """Hand over the weights, which must be those of the last step, and the totals."""
+        if self._only_totals and self._totals is None:
+            return  # weights without totals would be of no use
+        weights = snapshot_of(self._model, self._books)
+        if self._curvature is not None:
+            weights |= self._curvature.tensors()
+        self._snapshot_bytes = sum(t.nbytes for t in weights.values())
+        if not self._put_totals(weights):
+            self._writer.snapshot(self.finished, weights)
+        if self._curvature is not None:
+            self._curvature.clear()
+        self._since_snapshot = 0
+
+    def _put_totals(self, weights: dict[str, Tensor] | None) -> bool:
+        """Hand over the totals, with the weights that belong to them, if they are known; False: there are none."""
+        self._fold()
+        if self._totals is None or self._columns is None or not self.finished:
+            return False
+        if weights is None and self._only_totals:
+            return False  # what is there, of an earlier step, has its weights
+        sealed = self._totals.sealed(self.finished, self._progress.next_row, self._columns)
+        self._snapshot_bytes += sealed.nbytes
+        # They may take half of the memory, so they are written as they are, without a copy
+        self._totals_lent = True
+        self._writer.totals(sealed, weights)
+        self._writer.wait()
+        self._totals_lent = False
+        return True
+
+    def _has_moved(self) -> bool:
+        """Whether the weights are no longer those that the last finished step left."""
+        if self._unfinished is not None and self._unfinished.has_moved_others():
+            return True
+        return bool(self._books.changes())
+
+    # Layers whose parameters are added to an optimizer during training
+
+    def _count_optimized(self) -> int:
+        return sum(len(group["params"]) for one in self._optimizers for group in one.param_groups)
+
+    def _adopt(self) -> None:
+        """Before a forward pass: has add_param_group brought in a layer that was left out?"""
+        if not self._waiting or self._count_optimized() == self._optimized:
+            return
+        self._optimized = self._count_optimized()
+        optimized = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        for one, watched in list(self._waiting):
+            if not any(id(p) in optimized for p in one.parameters.values()):
+                continue
+            self._waiting = [other for other in self._waiting if other[0] is not one]
+            changed = any(ledger.changed() for ledger in watched)
+            if changed or self._totals is not None:
+                why = (
+                    "changed before a forward pass found it in an optimizer (call add_param_group before the forward pass, "
+                    "not between it and the step)"
+                    if changed
+                    else "entered an optimizer too late for totals"
+                )
+                warnings.warn(f"not recorded: {one.name!r}: it {why}", stacklevel=2)
+                continue
+            known = {p.name for p in self._ledger.parameters.values()}
+            module = self._ledger.enter(one.name, one.module, one.layers, one.parameters)
+            new = {name: p for name, p in one.parameters.items() if name not in known}
+            self._writer.add_layers(one.name, [layer.layer for layer in module.layers], described(new))
+            self._capture.add(module)
