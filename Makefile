@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check fix bench torture clean
+.PHONY: help demo test fuzz check fix bench torture clean
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -18,6 +18,9 @@ demo: $(READY) ## train the digits network with recording, verify it, show where
 
 test: $(READY) ## run all tests, two files at a time (ARGS="-k masks" for some of them)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+fuzz: $(READY) ## run the tests with drawn examples on other and more examples than `make test` (again and again, if you like)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile=random $(ARGS)
 
 check: $(READY) ## format, lint, types and the direction of imports; prints how dense the core is
 	$(BIN)/ruff format --check .

@@ -16,6 +16,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples each time: a red build is then about the change it tests
 settings.register_profile("dualform", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("dualform")
+# Other examples each time, and more of them: `make fuzz`
+settings.register_profile("random", deadline=None, derandomize=False, max_examples=300, print_blob=True)
 
 
 def pytest_collection_modifyitems(items):
