@@ -47,7 +47,7 @@ from torch import nn
 import dualform
 from dualform.errors import DualformError, RecordingError
 from dualform.record import recording
-from dualform.store import safe
+from dualform.store import tensor_writer
 from dualform.store.format import MANIFEST
 from dualform.store.reader import Store
 
@@ -196,17 +196,17 @@ _LOAD_CONST = _load_const()
 @contextlib.contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
     """Each write and each flush takes a while."""
-    flush, write = os.fsync, safe._written
+    flush, write = os.fsync, tensor_writer._write_some
 
     def slow_flush(descriptor: int) -> None:
         time.sleep(seconds)
         flush(descriptor)
 
-    def slow_write(descriptor: int, pieces: list[memoryview]) -> int:
+    def slow_write(descriptor: int, data: memoryview) -> int:
         time.sleep(seconds)
-        return write(descriptor, pieces)
+        return write(descriptor, data)
 
-    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(safe, "_written", slow_write):
+    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(tensor_writer, "_write_some", slow_write):
         yield
 
 

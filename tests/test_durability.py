@@ -10,7 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import StoreExistsError, WriterError
-from dualform.store import safe
+from dualform.store import tensor_writer
 
 
 def run(script, *arguments):
@@ -40,16 +40,16 @@ def training(path, **settings):
 
 def full_disk(monkeypatch, after):
     """From the n-th write on, the disk is full."""
-    written, write = 0, safe._written
+    written, write = 0, tensor_writer._write_some
 
-    def limited(descriptor, pieces):
+    def limited(descriptor, data):
         nonlocal written
         written += 1
         if written > after:
             raise OSError(28, "No space left on device")
-        return write(descriptor, pieces)
+        return write(descriptor, data)
 
-    monkeypatch.setattr(safe, "_written", limited)
+    monkeypatch.setattr(tensor_writer, "_write_some", limited)
 
 
 @pytest.mark.parametrize("after", [30, 47, 100])

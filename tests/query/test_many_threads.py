@@ -19,7 +19,7 @@ from dualform.influence import factors
 from dualform.layers.keys import Vectors
 from dualform.query import answers, contributions
 from dualform.store import reader
-from dualform.store.safe import write_tensors
+from dualform.store.tensor_writer import write_tensors
 
 SAMPLES, FEATURES, CLASSES, ROWS, STEPS, THREADS = 48, 24, 5, 16, 20, 3
 INPUTS = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))

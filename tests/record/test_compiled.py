@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dualform.native.kernels import kernels
-from dualform.native.numbered import Table
 from dualform.record.compiled import Slots, Taker, Taking
 from dualform.record.parameters import SHORT, ParameterLedger
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
@@ -30,11 +29,11 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
     return keys, errors, random
 
 
-def slots(keys: Any, errors: Any, random: Any, kept: bool = True, *, named: bool = False) -> Slots:
+def slots(keys: Any, errors: Any, random: Any, kept: bool = True) -> Slots:
     weight = ParameterLedger(0, "weight", nn.Parameter(torch.zeros(errors.shape[1], keys.shape[1])), 0, vector=False)
     bias = ParameterLedger(1, "bias", nn.Parameter(torch.zeros(errors.shape[1])), 0, vector=True)
     weight.random, weight.columns = random, random.shape[1]
-    return Slots(keys, errors, Taking(weight, bias, "key", "error", kept), named)
+    return Slots(keys, errors, Taking(weight, bias, "key", "error", kept))
 
 
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: bool = True) -> Slots:
@@ -190,22 +189,6 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_names_are_those_of_the_keys_as_they_are_stored(threads: int, dtype: str) -> None:
-    keys, errors, random = drawn(128, 300, 90, 1)
-    keys[7] = keys[3]
-    call, pool = slots(keys, errors, random, named=True), Pool()
-    Taker(dtype, pool).take([call])
-    copy = call.key_copy
-    assert copy is not None
-    assert copy.names is not None
-    plain = Table.names(copy.data.numpy(), None if copy.exponents is None else copy.exponents.numpy())
-    assert (copy.names.numpy().view(np.uint64) == plain).all()
-    assert (plain[7] == plain[3]).all()
-    # Who takes memory without writing names gets none to be read
-    assert pool.take("key", 128, 300, copy.data.dtype).names is None
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_calls_that_come_together_again_share_memory_that_comes_back(threads: int, dtype: str) -> None:
     """… whatever comes between: another number of slots, other calls, calls of different lengths."""
     pool = Pool(slab_bytes=1 << 16)
@@ -221,7 +204,7 @@ def test_calls_that_come_together_again_share_memory_that_comes_back(threads: in
             keys, errors, _ = layers[place]
             count = 7 if number % 29 == 0 else counts[place]
             shift = torch.rand(1, generator=generator)
-            calls.append(Slots(keys[:count] + shift, errors[:count] - shift, hows[place], named=place == 0))
+            calls.append(Slots(keys[:count] + shift, errors[:count] - shift, hows[place], may_repeat=place == 0))
         assert taker.take(calls)
         if taker.room is not None:
             rooms.add(id(taker.room))
@@ -237,5 +220,4 @@ def test_calls_that_come_together_again_share_memory_that_comes_back(threads: in
                 assert its is not None
                 assert torch.equal(mine.data, its.data)
                 assert mine.exponents is its.exponents is None or torch.equal(mine.exponents, its.exponents)
-            assert (call.key_copy is not None and call.key_copy.names is not None) is call.named
     assert 0 < len(rooms) < 100

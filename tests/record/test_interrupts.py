@@ -18,7 +18,7 @@ from dualform.record import recording
 from dualform.record.books import Books
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.totals import OnlineTotals
-from dualform.store import folder, safe
+from dualform.store import folder, tensor_writer
 from dualform.totals.fold import Accumulated
 from training import SAMPLES, network, samples, sgd
 
@@ -78,13 +78,13 @@ def assert_whole(loop, steps, *, last_weights=True):
 
 
 def slow_disk(monkeypatch, seconds):
-    write = safe._written
+    write = tensor_writer._write_some
 
-    def slow(descriptor, pieces):
+    def slow(descriptor, data):
         time.sleep(seconds)
-        return write(descriptor, pieces)
+        return write(descriptor, data)
 
-    monkeypatch.setattr(safe, "_written", slow)
+    monkeypatch.setattr(tensor_writer, "_write_some", slow)
 
 
 def ctrl_c_after(seconds):

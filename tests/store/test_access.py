@@ -22,7 +22,7 @@ from dualform.errors import (
     StorePermissionError,
     WriterError,
 )
-from dualform.store import access, safe
+from dualform.store import access, tensor_writer
 from dualform.store.format import LOCK, MANIFEST
 
 
@@ -232,7 +232,7 @@ CALLS = [
     "rename",
     "replace",
     "fsync",
-    "writev",
+    "write",
     "rmdir",
     "scandir",
     "listdir",
@@ -339,11 +339,11 @@ def test_after_a_full_disk_the_folder_can_be_used_again(tmp_path, monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def full(descriptor, pieces):
+    def full(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe, "_written", full)
+        patch.setattr(tensor_writer, "_write_some", full)
         with pytest.raises(WriterError, match=r"No space left on device\. The disk is full"):
             dualform.record(model, optimizer, tmp_path / "run")
     record(tmp_path / "run")

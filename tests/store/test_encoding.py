@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.store.encoding import PAGE, Pool, Wanted, decode, encode, encode_all
-from dualform.store.pages import LARGE_PAGE
+from dualform.store.encoding import Pool, Wanted, decode, encode, encode_all
 
 
 def there_and_back(vectors, dtype):
@@ -139,19 +138,9 @@ def test_memory_of_a_pool_begins_at_a_page(dtype):
         slab = room.slab
         assert slab is not None
         ((memory, *_),) = slab.memory
-        assert memory.data_ptr() % PAGE == 0
         assert room.data.data_ptr() == memory.data_ptr()
         assert room.first == 0
         assert memory.is_contiguous()
-
-
-@pytest.mark.parametrize(("columns", "page"), [(4096, LARGE_PAGE), (1, PAGE)])
-def test_much_memory_begins_at_a_large_page(columns, page, monkeypatch):
-    asked = []
-    monkeypatch.setattr("dualform.store.encoding.in_large_pages", lambda *given: asked.append(given))
-    room = Pool().take("a", 512, columns, torch.float32)
-    assert room.data.data_ptr() % page == 0
-    assert asked == [(room.data.data_ptr(), room.slab.nbytes)]
 
 
 def test_a_pool_never_gives_away_memory_in_use():

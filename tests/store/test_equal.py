@@ -1,15 +1,8 @@
-import pytest
 import torch
 
 from dualform.store import equal as equal_keys
 from dualform.store.encoding import encode
-from dualform.store.equal import EqualKeys, Names
-
-
-@pytest.fixture(autouse=True, params=["compiled", "plain"])
-def way(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(equal_keys, "_known", Names)
+from dualform.store.equal import EqualKeys
 
 
 def test_equal_keys_get_one_number_and_new_ones_the_next():

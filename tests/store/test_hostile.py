@@ -36,7 +36,7 @@ from dualform.store import consistency
 from dualform.store.arrays import ArrayFile
 from dualform.store.folder import write_table
 from dualform.store.format import MANIFEST, File, checksum
-from dualform.store.safe import write_tensors
+from dualform.store.tensor_writer import write_tensors
 
 SECONDS = 120
 MEMORY = 1 << 30

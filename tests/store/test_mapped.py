@@ -13,7 +13,7 @@ from dualform.store.arrays import ArrayFile
 from dualform.store.checked import read_label
 from dualform.store.format import File, checksum
 from dualform.store.mapped import TensorFile
-from dualform.store.safe import write_tensors
+from dualform.store.tensor_writer import write_tensors
 
 TABLE = np.arange(70, dtype=np.float32).reshape(10, 7)
 

@@ -249,18 +249,6 @@ def test_a_store_without_a_step(tmp_path):
     assert found["gradients"] is None
 
 
-@pytest.mark.parametrize("times", [0.9, 1.0])
-def test_large_pages_are_for_stores_that_fit_into_memory(tmp_path, monkeypatch, times):
-    """Else each vector that is picked out would be read with two megabytes around it, again and again."""
-    write(tmp_path / "store", [(2, 3)])
-    store = Store(tmp_path / "store")
-    asked = []
-    monkeypatch.setattr(reader, "memory_bytes", lambda: int(times * reader.FITS * store.nbytes))
-    monkeypatch.setattr("dualform.store.mapped.in_large_pages", lambda *given: asked.append(given))
-    file = store._chunk_file(0)
-    assert asked == ([(file._map.data_ptr(), file.path.stat().st_size)] if times == 1 else [])
-
-
 def test_a_store_is_nothing_but_safetensors_parquet_and_json(tmp_path):
     write(tmp_path / "s", SHAPES, chunk_bytes=1)
     suffixes = {path.suffix for path in (tmp_path / "s").rglob("*") if path.is_file()}

@@ -31,8 +31,8 @@ from dualform.store.folder import flush_folder
 from dualform.store.format import NO_ROW, SLOTS, File, checksum
 from dualform.store.mapped import TensorFile
 from dualform.store.reader import Store
-from dualform.store.safe import write_tensors
 from dualform.store.slots import SlotChunk
+from dualform.store.tensor_writer import write_tensors
 
 SLOTS_TAKEN = 16384
 """So many slots of a segment give a layer's curvature, from steps spread over it."""

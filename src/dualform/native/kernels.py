@@ -27,9 +27,6 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "reaching": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] + [POINTER] * 3 + [COUNT], COUNT),
     "joined": (ctypes.CDLL, [COUNT, POINTER, POINTER] * 2 + [POINTER] * 2, None),
     "ascending": (ctypes.CDLL, [COUNT, POINTER, COUNT, POINTER, POINTER], COUNT),
-    "named": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3, None),
-    "numbered": (ctypes.CDLL, [COUNT] + [POINTER] * 2 + [COUNT] * 3 + [POINTER] * 2, COUNT),
-    "moved": (ctypes.CDLL, [POINTER, COUNT, POINTER, COUNT], None),
 }
 """What each function in C takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""

@@ -1,5 +1,5 @@
 /* Recording: the slots of a backward pass, and looks at gradients and weights. */
-#include "names.h"
+#include "loops.h"
 #ifdef BY_PROCESSOR
 #include <immintrin.h>
 #endif
@@ -136,7 +136,6 @@ typedef struct {
     int16_t *key_exponents;
     char *stored_errors;
     int16_t *error_exponents;
-    uint64_t *names; /* of the keys as they are stored, (n, 2); NULL: none */
     Look *weight, *bias; /* at their gradients, which these slots are to explain; NULL: nobody looks */
     double *sums;
 } Call;
@@ -171,9 +170,6 @@ static void some_slots(const Call *s, int64_t first, int64_t end, double *sums) 
             }
             store(key, key_square, d_in, 1, s->stored_keys + width * (size_t)((low + i) * d_in),
                   s->key_exponents ? s->key_exponents + low + i : NULL);
-            if (s->names)
-                name_of((unsigned char *)s->stored_keys + width * (size_t)((low + i) * d_in), (int64_t)width * d_in,
-                        s->key_exponents ? (uint16_t)s->key_exponents[low + i] : 0, s->names + 2 * (low + i));
             if (s->stored_errors)
                 store(error, error_square, d_out, 0, s->stored_errors + width * (size_t)((low + i) * d_out),
                       s->error_exponents ? s->error_exponents + low + i : NULL);

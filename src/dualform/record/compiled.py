@@ -20,8 +20,8 @@ from dualform.store.encoding import TORCH, Encoded, Part, Pool, Stream
 from dualform.store.records import Block, Bools
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
-NOWHERE = (0, 0, 0)
-FIELDS = 15
+NOWHERE = (0, 0)
+FIELDS = 14
 """So many numbers the loop is told of a call."""
 
 
@@ -51,8 +51,8 @@ class Slots:
     errors: Tensor
     """(n, d_out)."""
     how: Taking
-    named: bool = False
-    """Whether its keys get names, by which equal ones are found."""
+    may_repeat: bool = False
+    """Whether its keys may come again, so that equal ones are stored once."""
     taken: bool = False
     """Whether there is anything of the following; else they are to be taken in the plain way."""
     key_copy: Encoded | None = None
@@ -96,10 +96,10 @@ class Room:
         for call in calls:
             weight, (count, d_in), d_out = call.how.weight, call.keys.shape, call.errors.shape[1]
             key_copy, error_copy = next(rest), next(rest) if call.how.keeps_errors else None
-            key_at, key_exponents, names = key_copy.places
-            error_at, error_exponents, _ = NOWHERE if error_copy is None else error_copy.places
+            key_at, key_exponents = key_copy.places
+            error_at, error_exponents = NOWHERE if error_copy is None else error_copy.places
             self.told.extend((count, d_in, d_out, weight.columns, 0, 0, call.how.random, key_at, key_exponents))
-            self.told.extend((error_at, error_exponents, names, 0, 0, 0))
+            self.told.extend((error_at, error_exponents, 0, 0, 0))
             self.copies.append((key_copy, error_copy, self.size))
             self.size += (weight.columns + 1) * d_out + 3
 
@@ -110,7 +110,7 @@ class Room:
             how = call.how
             call.key_copy, call.error_copy, call.begin = key_copy, error_copy, begin
             told[at + 4], told[at + 5] = call.keys.data_ptr(), call.errors.data_ptr()
-            told[at + 12], told[at + 13] = how.weight.look_at, 0 if how.bias is None else how.bias.look_at
+            told[at + 11], told[at + 12] = how.weight.look_at, 0 if how.bias is None else how.bias.look_at
             at += FIELDS
 
 
@@ -173,7 +173,7 @@ class Taker:
         Those that come together again and again, as many slots of each, get memory that is cut for all of them.
         """
         count = calls[0].keys.size(0)
-        now = (count, *[(call.how, call.named) for call in calls]) if alike and count else ()
+        now = (count, *[(call.how, call.may_repeat) for call in calls]) if alike and count else ()
         if now and now == self._last != self._cut_for:
             self._pool.give(*[vectors for part in self._parts for vectors in part.vectors])
             self._cut_for, self._parts = now, []
@@ -212,7 +212,7 @@ class Taker:
 def _streams(calls: Sequence[Slots], kind: torch.dtype) -> tuple[Stream, ...]:
     wanted = []
     for call in calls:
-        wanted.append(Stream(call.keys.shape[1], kind, call.named))
+        wanted.append(Stream(call.keys.shape[1], kind))
         if call.how.keeps_errors:
             wanted.append(Stream(call.errors.shape[1], kind))
     return tuple(wanted)

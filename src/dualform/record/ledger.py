@@ -129,7 +129,7 @@ class Held:
                 assert slots.key_copy is not None
                 place = layer.number, 0, 0, first_row, self.batch.rows, 1
                 copies = slots.key_copy, slots.error_copy
-                known.append(Block(*place, *copies, slots.named, arrival=visit.arrival))
+                known.append(Block(*place, *copies, slots.may_repeat, arrival=visit.arrival))
         for block, (_, _, slots) in zip(known, self.calls, strict=True):
             block.first_row = first_row
             block.silent = slots.silent
@@ -589,7 +589,7 @@ class Ledger:
             return None
         slots = layer.slots
         if slots is not None:
-            slots.keys, slots.errors, slots.named, slots.taken = key, error, layer.may_repeat(visit), False
+            slots.keys, slots.errors, slots.may_repeat, slots.taken = key, error, layer.may_repeat(visit), False
         return slots
 
     @torch.no_grad()

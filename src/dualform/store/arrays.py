@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from dualform.store.checked import Bytes, CheckedFile
-from dualform.store.safe import NAMES, Array
+from dualform.store.tensor_writer import NAMES, Array
 
 TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
 

@@ -18,7 +18,7 @@ from dualform.errors import StoreDamagedError
 from dualform.store.access import open_regular, reading
 from dualform.store.format import MOST, File, checksum
 from dualform.store.labels import DIRECTORY, LABEL
-from dualform.store.safe import NAMES, directory
+from dualform.store.tensor_writer import NAMES, directory
 
 A = TypeVar("A", bound=Sized)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -11,7 +11,7 @@ from dualform.store.encoding import Encoded
 from dualform.store.equal import EqualKeys
 from dualform.store.format import BLOCK_FIELDS
 from dualform.store.records import Block, Step
-from dualform.store.safe import Array
+from dualform.store.tensor_writer import Array
 
 
 def slot_tensors(

@@ -15,8 +15,8 @@ from dualform.recursions import KINDS
 from dualform.store.checked import CheckedFile
 from dualform.store.format import BLOCK_FIELDS, NO_ROW, ROWS, STEPS, Manifest
 from dualform.store.labels import Label
-from dualform.store.safe import NAMES
 from dualform.store.schema import UPDATE_TYPES, schema
+from dualform.store.tensor_writer import NAMES
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Shape = tuple[int | None, ...]

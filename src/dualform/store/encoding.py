@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.store.pages import LARGE_PAGE, in_large_pages
-
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
-PAGE = 4096
 STREAMS = 8  # a slab of many streams is no larger than one of so many
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
@@ -43,19 +40,17 @@ class Encoded:
     """… its first row there, …"""
     stream: int = 0
     """… and which of the slab's streams it belongs to."""
-    names: Tensor | None = None
-    """128 bits that tell each vector as it is stored, (n, 2) int64; None: they are not known."""
     count: int = field(init=False)
     """How many there are."""
     nbytes: int = field(init=False)
-    """How many bytes are stored (names are not)."""
-    places: tuple[int, int, int] = field(init=False)
-    """Where vectors, exponents and names begin in memory; 0: there are none."""
+    """How many bytes are stored."""
+    places: tuple[int, int] = field(init=False)
+    """Where vectors and exponents begin in memory; 0: there are none."""
 
     def __post_init__(self) -> None:
         self.count = self.data.size(0)
         self.nbytes = self.data.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
-        self.places = self.data.data_ptr(), _place(self.exponents), _place(self.names)
+        self.places = self.data.data_ptr(), _place(self.exponents)
 
     def scales(self, places: slice | Tensor) -> Tensor | None:
         """The exponents of some of the vectors."""
@@ -99,14 +94,11 @@ class Stream(NamedTuple):
 
     width: int
     dtype: torch.dtype
-    named: bool = False
-    """Whether they get names. Names that nobody has written are none: so nobody gets room for them who did not ask."""
 
-    def memory(self, rows: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """For the vectors, (rows, width); their powers of two, (rows,), where they have any; and their names, (rows, 2)."""
+    def memory(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        """For the vectors, (rows, width), and for their powers of two, (rows,), where they have any."""
         exponents = torch.empty(rows, dtype=torch.int16) if self.dtype is torch.float16 else None
-        names = torch.empty(rows, 2, dtype=torch.int64) if self.named else None
-        return _aligned(rows, self.width, self.dtype), exponents, names
+        return torch.empty(rows, self.width, dtype=self.dtype), exponents
 
 
 @dataclass(eq=False, slots=True)
@@ -149,9 +141,10 @@ class Slab:
 
     def vectors(self, stream: int, low: int, rows: int) -> Encoded:
         """Some rows of one stream."""
-        here, (vectors, exponents, names) = slice(low, low + rows), self.memory[stream]
-        scales, told = None if exponents is None else exponents[here], None if names is None else names[here]
-        return Encoded(vectors[here], scales, self, low, stream, told)
+        vectors, exponents = self.memory[stream]
+        here = slice(low, low + rows)
+        scales = None if exponents is None else exponents[here]
+        return Encoded(vectors[here], scales, self, low, stream)
 
 
 class Pool:
@@ -171,9 +164,9 @@ class Pool:
         self._scratch = torch.empty(0)
         self._rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, count: int, width: int, dtype: torch.dtype, named: bool = False) -> Encoded:
-        """Room for some vectors (count, width), with any content. named: and for their names."""
-        wanted = (Stream(width, dtype, named),)
+    def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Encoded:
+        """Room for some vectors (count, width), with any content."""
+        wanted = (Stream(width, dtype),)
         self._take_back()
         slab = self._filling.get(name)
         if slab is None or slab.used + count > slab.rows or slab.streams != wanted:
@@ -234,17 +227,6 @@ class Pool:
             slab.used = 0
             self._free[slab.rows, slab.streams].append(slab)
             self._bytes += slab.nbytes
-
-
-def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory that begins at a page, so that it can be written to the disk as it is; a large one if it is worth it."""
-    size = rows * columns * dtype.itemsize
-    page = LARGE_PAGE if size >= LARGE_PAGE else PAGE
-    memory = torch.empty(size + page, dtype=torch.uint8)
-    skip = -memory.data_ptr() % page
-    found = memory[skip : skip + size]
-    in_large_pages(found.data_ptr(), size)
-    return found.view(dtype).view(rows, columns)
 
 
 @dataclass(slots=True)

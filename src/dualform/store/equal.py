@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dualform.native.kernels import kernels
-from dualform.native.numbered import Table
 from dualform.store.encoding import Encoded
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -23,7 +21,7 @@ class EqualKeys:
 
     def __init__(self, stored: int = 0) -> None:
         self.stored = stored
-        self._known = _known()
+        self._known = Names()
         self._asked = 0
         self._gave_up = False
 
@@ -41,18 +39,16 @@ class EqualKeys:
         self.stored += len(places)
         self._asked += count
         if len(self._known) > PATIENCE and self._asked < 1.01 * len(self._known):
-            self._known = _known()
+            self._known = Names()
             self._gave_up = True
         return numbers, places
 
-    def _names(self, keys: Encoded) -> Any:
-        if keys.names is not None and isinstance(self._known, Table):
-            return keys.names.numpy()
+    def _names(self, keys: Encoded) -> list[bytes]:
         return self._known.names(keys.data.numpy(), None if keys.exponents is None else keys.exponents.numpy())
 
 
 class Names:
-    """As native.numbered.Table, in Python."""
+    """Distinct vectors by their content, each with its number."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -79,7 +75,3 @@ class Names:
         numbers = np.fromiter(map(known.__getitem__, names), np.int64, len(names))
         _, first = np.unique(numbers, return_index=True)
         return numbers, np.sort(first[numbers[first] >= following])
-
-
-def _known() -> Table | Names:
-    return Names() if kernels() is None else Table()

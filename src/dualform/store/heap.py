@@ -6,10 +6,13 @@ would seem to need more and more.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-
-from dualform.store.pages import system_call
 
 
 class Room:
@@ -26,7 +29,15 @@ class Room:
 
 
 def give_back() -> None:
-    """Let go of what is free; milliseconds. Does nothing where the system's library has no such call."""
-    trim = system_call("malloc_trim")
+    """Give memory that is free back to the system; takes milliseconds. Does nothing where the C library has no such call."""
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError, StoreError
 from dualform.store.access import READ_AGAIN
 from dualform.store.checked import Bytes, CheckedFile
-from dualform.store.format import File
-from dualform.store.pages import in_large_pages
-from dualform.store.safe import NAMES
+from dualform.store.tensor_writer import NAMES
 
 TYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in NAMES.items()}
 
@@ -22,19 +19,12 @@ TYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored i
 class TensorFile(CheckedFile[Tensor]):
     """Its tensors."""
 
-    def __init__(self, path: Path, file: File, *, large_pages: bool = False):
-        """large_pages: whether it is worth it to read much at a time (see store/pages.py)."""
-        self._large_pages = large_pages
-        super().__init__(path, file)
-
     def _map_file(self, handle: BinaryIO, header: bytes) -> None:
         size = os.fstat(handle.fileno()).st_size
         try:
             self._map = torch.UntypedStorage.from_file(str(self.path), False, size)
         except RuntimeError as error:  # PyTorch opens it by its name: it may be gone, or be another one
             raise StoreError(f"{self.path} cannot be mapped into memory: {error}.{READ_AGAIN}") from None
-        if self._large_pages:
-            in_large_pages(self._map.data_ptr(), self._map.nbytes())
         # The header has the checksums of all tensors: if it is the same, it does not matter which file it was read from
         mapped = torch.asarray(self._map[: len(header)], dtype=torch.uint8)
         if mapped.numpy().tobytes() != header:

@@ -24,7 +24,6 @@ from dualform.store.format import (
     SLOTS,
     STEPS,
     UPDATES,
-    File,
     Manifest,
     chunk_name,
 )
@@ -32,7 +31,6 @@ from dualform.store.heap import give_back
 from dualform.store.labels import Label, chunk_about, require_chunk, require_session
 from dualform.store.mapped import TensorFile
 from dualform.store.moments import Moments
-from dualform.store.pages import memory_bytes
 from dualform.store.schema import schema
 from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
@@ -40,8 +38,6 @@ from dualform.store.slots import Ints, SlotChunk
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
-FITS = 4
-"""A store that takes at most a quarter of the memory stays there, once it has been read."""
 WHOLE = 1 << 20
 """A table of so many rows is read as a whole."""
 
@@ -63,11 +59,6 @@ class Store(Sealed):
         self._read_rows: dict[int, pl.DataFrame] = {}
         self._parts = Moments()
         self._shared: dict[str, bool] = {}
-
-    @cached_property
-    def _fits(self) -> bool:
-        """Whether all of it may stay in memory, once it has been read."""
-        return FITS * self.nbytes <= memory_bytes()
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -307,7 +298,7 @@ class Store(Sealed):
         """The slots of a chunk, once their label and their shapes are known to fit the manifest."""
         if place not in self._slot_files:
             file = self.manifest.chunks[place].files[SLOTS]
-            opened = self._open(self._mapped, _path(place, SLOTS), file, lambda label: self._check_place(place, label))
+            opened = self._open(TensorFile, _path(place, SLOTS), file, lambda label: self._check_place(place, label))
             try:
                 check_tensors(opened, self.manifest, self._written[place])
             except ValueError as error:
@@ -315,9 +306,6 @@ class Store(Sealed):
             self._slot_files[place] = opened
             self._check_cut(place)
         return self._slot_files[place]
-
-    def _mapped(self, path: Path, file: File) -> TensorFile:
-        return TensorFile(path, file, large_pages=self._fits)
 
     def _check_place(self, place: int, label: Label) -> None:
         """Compare the label of a chunk's file with the manifest. Raises ValueError, which says what does not fit."""
@@ -410,7 +398,7 @@ class Store(Sealed):
     def snapshot(self, step: int) -> TensorFile:
         """The weights, buffers and optimizer state after `step` updates."""
         if step not in self._snapshots:
-            self._snapshots[step] = self.open_snapshot(self._mapped, step)
+            self._snapshots[step] = self.open_snapshot(TensorFile, step)
         return self._snapshots[step]
 
     def totals(self) -> TensorFile:
@@ -419,7 +407,7 @@ class Store(Sealed):
 
     @cached_property
     def _totals_file(self) -> TensorFile:
-        return self.open_totals(self._mapped)
+        return self.open_totals(TensorFile)
 
     def _table(self, place: int, name: str) -> pl.DataFrame:
         """A table of a chunk, up to the chunk's last step."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dualform.store.folder import flush_folder, publish, write_table
 from dualform.store.format import SUMS, Grouping, Manifest, Totals, groups_name, totals_name
 from dualform.store.labels import Labels, totals_about
-from dualform.store.safe import write_tensors
+from dualform.store.tensor_writer import write_tensors
 
 
 @dataclass(frozen=True)

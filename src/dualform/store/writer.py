@@ -46,8 +46,8 @@ from dualform.store.labels import Labels, chunk_about
 from dualform.store.lock import FolderLock
 from dualform.store.reader import Store
 from dualform.store.records import Step
-from dualform.store.safe import write_tensors
 from dualform.store.sums import NewTotals, write_totals
+from dualform.store.tensor_writer import write_tensors
 
 
 @dataclass(frozen=True)
