@@ -89,9 +89,9 @@ class Subject:
         """The class names of a dataset, where each has its own; else those of all."""
         names: Any = self.class_names
         if isinstance(names, Mapping) and any(not isinstance(one, str) for one in names.values()):
-            own: Names | None = names.get(str(dataset))
-            return own
-        return names
+            names = names.get(str(dataset))
+        found: Names | None = names
+        return found
 
     def label_of(self, key: Key, label: Value) -> Named | None:
         """The class of a training sample; with several columns in its key, the first names its dataset."""
