@@ -329,7 +329,7 @@ def _restore_generators(module: nn.Module) -> list[Callable[[], None]]:
     own = [kind for kind in classes if not kind.__module__.startswith(("torch.", "builtins"))]
     files = {kind.__module__ for kind in own} & sys.modules.keys()
     namespaces = [*map(vars, own), *(vars(sys.modules[name]) for name in files)]
-    values = {id(value): value for namespace in namespaces for value in namespace.copy().values()}
+    values = {id(value): value for namespace in namespaces for value in list(namespace.values())}
     found: list[Callable[[], None]] = []
     for value in values.values():
         if type(value) is random.Random:
