@@ -57,9 +57,9 @@ class FolderLock:
         if getattr(self, "_file", None) is None:
             return
         # Something went wrong before its owner could release it
-        try:
+        try:  # noqa: SIM105 (contextlib may be gone when the interpreter ends)
             self.release()
-        except Exception:  # noqa: SIM105 (contextlib may be gone when the interpreter ends)
+        except Exception:
             pass
 
     def _forget(self) -> None:
