@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -26,6 +27,23 @@ def found(tmp_path_factory):
 def test_the_certificate_passes(found):
     assert found.certificate.passed, found.certificate
     assert found.steps == 12
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_largest_gap_is_what_the_readme_says(tmp_path, threads):
+    """The last digits depend on the number of threads, so the README gives a bound."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert (
+        "with any seed and number of threads | below 1e-5, and below one rounding floor | `dualform demo` |" in readme
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        frame = demos.run(tmp_path / "run", demos.Settings()).certificate.frame
+    finally:
+        torch.set_num_threads(before)
+    assert frame["gap"].max() < 1e-5
+    assert (frame["distance"] < frame["floor"]).all()
 
 
 def test_the_same_settings_give_the_same_network(found, tmp_path):

@@ -109,6 +109,50 @@ def test_random_states_are_put_back():
     assert states[1:] == (random.getstate(), str(np.random.get_state()))
 
 
+TORCH_GENERATOR = torch.Generator()
+NUMPY_GENERATOR = np.random.default_rng(0)
+NUMPY_STATE = np.random.RandomState(0)
+PYTHON_GENERATOR = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda self: torch.rand(3, generator=TORCH_GENERATOR),
+        lambda self: torch.randn(3, generator=TORCH_GENERATOR),
+        lambda self: torch.zeros(3).bernoulli_(0.5, generator=TORCH_GENERATOR),
+        lambda self: torch.randperm(3, generator=TORCH_GENERATOR),
+        lambda self: NUMPY_GENERATOR.random(),
+        lambda self: NUMPY_STATE.rand(),
+        lambda self: PYTHON_GENERATOR.random(),
+        lambda self: self.shared.random(),
+    ],
+)
+def test_generators_that_the_model_does_not_hold_are_put_back(draw):
+    """Global variables and class attributes, which a copy of the model uses too."""
+
+    class Draws(Model):
+        shared = np.random.default_rng(1)
+
+        def prepare(self, x):
+            return x + draw(self)
+
+    def states():
+        generators = NUMPY_GENERATOR, Draws.shared
+        numpy_states = [str(one.bit_generator.state) for one in generators]
+        return [
+            TORCH_GENERATOR.get_state().tolist(),
+            *numpy_states,
+            str(NUMPY_STATE.get_state()),
+            PYTHON_GENERATOR.getstate(),
+        ]
+
+    model = Draws()
+    before = states()
+    inputs_of(model, torch.randn(4, 3))
+    assert states() == before
+
+
 def test_modes_are_those_of_the_model_or_of_evaluation():
     class Adds(Model):
         def prepare(self, x):

@@ -3,6 +3,9 @@
 gap = ‖dual − primal‖ / ‖W_T − W_0‖. Training rounds at every step, so even an ideal dual differs. How much is computed from
 what is known of the run, the rounding floor (dual/rounding.py); a parameter passes if ‖dual − primal‖ is within 4 floors.
 
+The weights at the end tell little about a single slot. So the slots of each update must also give a gradient of the size that the recorder has
+seen (dual/gradient_sizes.py).
+
 A recording that was killed, or ended by an exception within optimizer.step(), has no copy of its last weights. Then what the
 recorder stored of them after each step is compared: one number, their random projection.
 """
@@ -21,6 +24,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import kept_rows
 from dualform.dual.parallel import rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
@@ -283,6 +287,9 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
     verdict, reason = _judge(found, floor)
     if "autocast" in mine.columns and mine["autocast"].drop_nulls().len() and verdict == "pass":
         reason += " (autocast: its gradients were rounded to 16 bits)"
+    wrong = wrong_size(store, name, end) if verdict == "pass" else None
+    if wrong is not None:
+        verdict, reason = "fail", str(wrong)
     lost = not_finite_from(store, store.parameter(name), end)
     mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
     if lost is not None:

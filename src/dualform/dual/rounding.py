@@ -45,6 +45,13 @@ class Floor:
         return f"rounding of {max(causes, key=causes.__getitem__)}"
 
 
+def storage_roundoff(store: Store, parameter: str) -> float:
+    """The unit roundoff of a parameter's slots in store; 0: they are stored as they were."""
+    described = store.manifest.parameters[store.parameter(parameter)]
+    stored = _roundoff(store.manifest.dtype)
+    return stored if stored > _roundoff(described.dtype) else 0.0
+
+
 def weights_floor(dtype: str, updates: int, size: float) -> Floor:
     """What the rounding of weights explains: a random walk of one roundoff for each update. size: ‖W‖."""
     return Floor(_roundoff(dtype) * math.sqrt(updates) * size)
@@ -52,13 +59,10 @@ def weights_floor(dtype: str, updates: int, size: float) -> Floor:
 
 def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor) -> Floor:
     """The floor with what rounding of gradients and of stored slots explains. This walks through training once more."""
-    described = store.manifest.parameters[store.parameter(parameter)]
     if store.manifest.keep != "slots" or store.is_vector(parameter):
         return weights  # the gradients of vectors are kept as they were
     updates = updates_of(store, parameter, begin=begin, end=end)
-    stored = _roundoff(store.manifest.dtype)
-    if stored <= _roundoff(described.dtype):
-        stored = 0.0  # slots are stored as they were
+    stored = storage_roundoff(store, parameter)
     measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
         found = _disturbed(store, updates, measured, stored)

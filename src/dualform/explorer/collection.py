@@ -34,6 +34,11 @@ class Part:
     def __len__(self) -> int:
         return len(self._inputs)
 
+    @property
+    def has_labels_apart(self) -> bool:
+        """Whether labels can be read without their inputs."""
+        return self._labels is not None
+
     def input(self, place: Any) -> Any:
         """One input, as the user gave it."""
         item = self._inputs[place]

@@ -127,18 +127,21 @@ class Edits:
 
     def accuracy(self, drop: str) -> Accuracy:
         """Right answers before and after, for test examples evenly spread over the test set."""
-        labels = np.array([str(label) for label in self._predictions.labels], dtype=object)
-        if not len(labels):
+        labels = self._predictions.labels
+        if not labels:
             raise QuestionError("there are no test examples.")
-        places = np.unique(np.linspace(0, len(labels) - 1, min(TESTED, len(labels))).round().astype(int))
-        after = self._predictions.answers_at(self.model(drop), places.tolist())
-        before = self._predictions.answers[0][places]
-        named = self._predictions.labels
-        right_before = np.array([named[place] == answer for place, answer in zip(places, before.tolist(), strict=True)])
-        right_after = np.array([named[place] == answer for place, answer in zip(places, after.tolist(), strict=True)])
+        labelled = np.flatnonzero([expected is not None for expected in self._predictions.expected])
+        if not len(labelled):
+            raise QuestionError("the test examples have no labels, so no answer is right or wrong.")
+        spread = np.linspace(0, len(labelled) - 1, min(TESTED, len(labelled))).round().astype(int)
+        places = labelled[np.unique(spread)]
+        expected = np.array([self._predictions.expected[place] for place in places])
+        right_before = self._predictions.answers[0][places] == expected
+        right_after = self._predictions.answers_at(self.model(drop), places.tolist()) == expected
+        tested = [labels[place] for place in places]
         classes = []
-        for place, value in enumerate(sorted({named[p] for p in places}, key=lambda v: (str(type(v)), v))):
-            mine = labels[places] == str(value)
+        for place, value in enumerate(sorted(set(tested), key=lambda v: (str(type(v)), v))):
+            mine = np.array([label == value for label in tested])
             one = self._subject.named(value, place)
             classes.append(
                 ClassAccuracy(
@@ -152,7 +155,7 @@ class Edits:
             )
         return Accuracy(
             examples=len(places),
-            of=len(labels),
+            of=len(labelled),
             before=float(right_before.mean()),
             after=float(right_after.mean()),
             classes=classes,

@@ -130,6 +130,12 @@ class Predictions:
         return [part.label(place) for part, places in self.test.batches(BATCH, MOST_TESTS) for place in places]
 
     @cached_property
+    def expected(self) -> list[int | None]:
+        """The output that stands for the label of each test example; None where there is none."""
+        names = [part.name for part, places in self.test.batches(BATCH, MOST_TESTS) for _ in places]
+        return [self._subject.output(label, of=name) for label, name in zip(self.labels, names, strict=True)]
+
+    @cached_property
     def answers(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """(tests,): the model's answer to each test example, and its probability."""
         return self.answers_of(self.model, min(len(self.test), MOST_TESTS))
@@ -159,16 +165,16 @@ class Predictions:
 
     @cached_property
     def right(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """(tests,): whether each answer is the label."""
+        """(tests,): whether each answer is the label's output."""
         answers, _ = self.answers
         return np.array(
-            [label == answer for label, answer in zip(self.labels, answers.tolist(), strict=True)], dtype=bool
+            [expected == answer for expected, answer in zip(self.expected, answers.tolist(), strict=True)], dtype=bool
         )
 
     @property
     def accuracy(self) -> float | None:
         """The share of right answers, if test examples have labels."""
-        known = [label is not None for label in self.labels]
+        known = [expected is not None for expected in self.expected]
         return float(self.right[known].mean()) if any(known) else None
 
     def example(self, number: int) -> Example:
@@ -182,7 +188,7 @@ class Predictions:
             shown=self._subject.show_input(part.input(place)),
             label=None if label is None else self._subject.named(label, of=part.name),
             answer=self._subject.named(int(answers[number]), of=part.name),
-            right=None if label is None else bool(self.right[number]),
+            right=None if self.expected[number] is None else bool(self.right[number]),
             probability=float(sure[number]),
         )
 

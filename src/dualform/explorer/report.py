@@ -132,8 +132,9 @@ def _missing(run: dict[str, Any], why: str) -> None:
 
 def _units(session: Session, number: int, units: int) -> list[int]:
     """The outputs that are shown of a test example: the model's answer, and the label."""
-    answer, label = int(session.predictions.answers[0][number]), session.predictions.labels[number]
-    return sorted({answer, label} if isinstance(label, int) and 0 <= label < units else {answer})
+    answer = int(session.predictions.answers[0][number])
+    expected = session.predictions.expected[number]
+    return sorted({answer, expected} if expected is not None and 0 <= expected < units else {answer})
 
 
 def _equal(column: str, value: Any) -> str:

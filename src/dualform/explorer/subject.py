@@ -67,8 +67,31 @@ class Subject:
 
     def named(self, value: Value, place: int | None = None, *, of: Value = None) -> Named:
         """A class with its name and colour: that of its number or, if it has none, of its place among the others."""
-        colour = value if isinstance(value, int) and not isinstance(value, bool) else place or 0
+        output = _output_of(self._names_of(of), value)
+        colour = output if output is not None else place or 0
         return Named(value=value, name=self.name(value, of), colour=colour)
+
+    def output(self, label: Value, of: Value = None) -> int | None:
+        """The number of the output that stands for a label; None: there is no label, or it is no class. of: the dataset.
+
+        Names are looked up in class_names. A name that is not there, or there twice, is an error: counted as a wrong answer, it
+        would make the accuracy wrong.
+        """
+        found = _output_of(self._names_of(of), label)
+        if found is None and isinstance(label, str):
+            raise QuestionError(
+                f"the label {label!r} of a test example names no output of the model. Give labels as numbers of outputs, or "
+                f"class_names= with {label!r} at the place of its output and nowhere else."
+            )
+        return found
+
+    def _names_of(self, dataset: Value) -> Names | None:
+        """The class names of a dataset, where each has its own; else those of all."""
+        names: Any = self.class_names
+        if isinstance(names, Mapping) and any(not isinstance(one, str) for one in names.values()):
+            names = names.get(str(dataset))
+        found: Names | None = names
+        return found
 
     def label_of(self, key: Key, label: Value) -> Named | None:
         """The class of a training sample; with several columns in its key, the first names its dataset."""
@@ -109,7 +132,7 @@ def subject(
     if len(tests) and language is None:
         _try(dual, tests)
     per_position = [name for name in (*names, label) if columns.get(name, "").endswith("position")]
-    return Subject(
+    found = Subject(
         dual,
         TrainingSet(train),
         tests,
@@ -122,6 +145,17 @@ def subject(
         ink,
         language,
     )
+    if language is None:
+        _check_labels(found)
+    return found
+
+
+def _check_labels(subject: Subject) -> None:
+    """Refuse test labels that name no output, before anybody looks at a page. Of datasets only the first label is read: that may be slow."""
+    for part in subject.test.parts:
+        count = len(part) if part.has_labels_apart else min(1, len(part))
+        for place in range(count):
+            subject.output(part.label(place), of=part.name)
 
 
 def _try(dual: dualform.Dual, tests: TestSet) -> None:
@@ -143,6 +177,19 @@ def _name(names: Names | None, value: Value) -> str:
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         return str(names[value])
     return str(value)
+
+
+def _output_of(names: Names | None, label: Value) -> int | None:
+    """The number of the output that stands for a label; None if none does, or if several do."""
+    if isinstance(label, int):
+        return int(label)
+    if isinstance(label, float):
+        return int(label) if label.is_integer() else None
+    if names is None:
+        return None
+    numbered = names.items() if isinstance(names, Mapping) else enumerate(names)
+    fitting = [number for number, name in numbered if name == label and isinstance(number, int)]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def plain(value: Any) -> Value:

@@ -12,9 +12,9 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -151,12 +151,22 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rows = rows
         self.ordered_by = ""
         """The last operator that may have ordered or selected rows by their content."""
+        self._generators: dict[torch.Generator, Tensor] = {}
+        """The state in which the operators have found each generator."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         for tensor in _written(func, args, named):
             if _address(tensor) in self._protected:
                 raise WouldChangeTrainingError(f"its forward pass writes to a parameter or buffer ({func})")
+        generator = named.get("generator")
+        if generator is not None and generator not in self._generators:
+            self._generators[generator] = generator.get_state()
         name = _name_of(func)
         if self._selects_rows(func, args):
             self.ordered_by = name
@@ -291,6 +301,7 @@ def _same_random_numbers(module: nn.Module) -> Iterator[None]:
     """Always draw the same random numbers, and put all random states back afterwards."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
+    restore_own = _restore_generators(module)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {parameter.device for parameter in module.parameters()}
     cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
@@ -305,3 +316,26 @@ def _same_random_numbers(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+        for restore in restore_own:
+            restore()
+
+
+def _restore_generators(module: nn.Module) -> list[Callable[[], None]]:
+    """Functions that put generators of NumPy and Python back into the state that they are in now.
+
+    Those are found that the model's code has as global variables or class attributes; what modules hold themselves is copied.
+    """
+    classes = {kind for inner in module.modules() for kind in type(inner).__mro__}
+    own = [kind for kind in classes if not kind.__module__.startswith(("torch.", "builtins"))]
+    files = {kind.__module__ for kind in own} & sys.modules.keys()
+    namespaces = [*map(vars, own), *(vars(sys.modules[name]) for name in files)]
+    values = {id(value): value for namespace in namespaces for value in list(namespace.values())}
+    found: list[Callable[[], None]] = []
+    for value in values.values():
+        if type(value) is random.Random:
+            found.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            found.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            found.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    return found

@@ -7,7 +7,6 @@ locked after its parent was killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -55,9 +54,13 @@ class FolderLock:
             file.close()
 
     def __del__(self) -> None:
+        if getattr(self, "_file", None) is None:
+            return
         # Something went wrong before its owner could release it
-        with contextlib.suppress(Exception):
+        try:  # noqa: SIM105 (contextlib may be gone when the interpreter ends)
             self.release()
+        except Exception:
+            pass
 
     def _forget(self) -> None:
         """Close a child's copy of the file: the lock stays with the parent."""
