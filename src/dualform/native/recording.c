@@ -6,7 +6,7 @@
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
-enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
+enum { SLACK = 64 };                           /* as in record/audit.py */
 static const int64_t CHANGED = (int64_t)1 << 32; /* as in record/looks.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
@@ -215,8 +215,8 @@ static int vanishes(const Call *s, double norm) {
 
 /* The slots of some calls are copied as they are stored, and of each call, one after the other,
 
-     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and the norms of the keys of both: those seen through R (or a
-     bound on it, see ParameterLedger.may_hide), and ones.
+     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and the norms of the keys of both: those seen through R (or
+     as they are, if they nearly cancel in R), and ones.
 
    sums has room for as many of all these as there are threads. If ‖errors‖ is not finite, something in its call is not, or squares leave the
    range of float32: nothing that was written of it counts, and it is left to the plain way. Gives how many such calls there are. */
@@ -237,7 +237,7 @@ int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
         double *bias = s->sums + s->k * s->d_out, *norms = bias + s->d_out;
         const double errors = sqrt(norms[0]), seen = sqrt(norms[1]), keys = sqrt(norms[2]);
         norms[0] = vanishes(s, errors) ? INFINITY : errors;
-        norms[1] = s->d_in <= SHORT && keys > seen ? keys : seen;
+        norms[1] = keys > seen ? keys : seen;
         norms[2] = sqrt((double)s->n);
         expect(s->weight, s->sums, errors * norms[1]);
         expect(s->bias, bias, errors * norms[2]);
