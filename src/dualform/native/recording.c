@@ -7,6 +7,7 @@
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
 enum { SLACK = 64 };                           /* as in record/audit.py */
+static const double UNDERFLOW_BOUND = 1e-35;   /* UNDERFLOW there */
 static const int64_t CHANGED = (int64_t)1 << 32; /* as in record/looks.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
@@ -336,7 +337,7 @@ static void explain(int64_t n, const double *seen, const double *added, double s
     const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
     verdict[0] = ratio;
     verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
-    verdict[2] = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
+    verdict[2] = !isfinite(square) || left <= UNDERFLOW_BOUND || left <= unit * (whole > bound ? whole : bound);
     verdict[3] = whole;
     verdict[4] = isfinite(square) && signal > 0 ? signal : 0;
 }
