@@ -12,7 +12,7 @@ from torch import nn
 
 from dualform.native.kernels import kernels
 from dualform.record.compiled import Slots, Taker, Taking
-from dualform.record.parameters import SHORT, ParameterLedger
+from dualform.record.parameters import ParameterLedger
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -79,7 +79,7 @@ def test_it_stores_and_adds_what_the_plain_way_does(
     wanted = torch.cat([projected, keys.new_ones(count, 1)], 1).T @ errors
     bound = torch.cat([keys.abs() @ random.abs(), keys.new_ones(count, 1)], 1).T @ errors.abs()
     size, seen, whole = (float(vectors.norm()) for vectors in (errors, projected, keys))
-    scales = size * (max(seen, whole) if d_in <= SHORT else seen), size * count**0.5
+    scales = size * max(seen, whole), size * count**0.5
     parts = (wanted[:-1].T, bound[:-1].T, scales[0]), (wanted[-1:].T, bound[-1:].T, scales[1])
     for (_, added, scale, place), (its_wanted, its_bound, its_scale) in zip(found.added(), parts, strict=True):
         assert (at(place, added.shape) == added).all()

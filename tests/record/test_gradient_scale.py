@@ -121,3 +121,22 @@ def test_a_gradient_from_outside_the_module_is_still_found(tmp_path, dtype, loss
         nn.utils.clip_grad_norm_([model.weight], clip_norm)
         with pytest.raises(UnexplainedError, match="'weight' has a gradient that its recorded slots do not explain"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("exponent", [-130, -140, -145])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_lose_their_digits_are_not_refused(tmp_path, optimizer, exponent, passes):
+    """A confident network has gradients below 1e-38, where float32 has fewer digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                recorder.batch(sample_id=range(4))
+                loss = F.cross_entropy(model(torch.randn(4, 20)), torch.tensor([0, 1, 2, 0]))
+                (loss * 2.0**exponent).backward()
+            optimizer.step()
+    assert dualform.open(tmp_path / "run", model).verify().passed

@@ -12,6 +12,7 @@ from training import SAMPLES, network, samples
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -23,7 +24,7 @@ OPTIMIZERS = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
 }
-ELEMENTWISE = [name for name in OPTIMIZERS if name != "SGD"]
+ELEMENTWISE = [name for name in OPTIMIZERS if not name.startswith("SGD")]
 INPUTS, LABELS = samples(torch.float32)
 
 
@@ -186,4 +187,43 @@ def test_a_frozen_layer_has_no_state_to_compare(tmp_path):
     model[2].requires_grad_(True)
     with dualform.record(model, optimizer, tmp_path / "run", resume=True) as recorder:
         train(model, optimizer, recorder, 3)
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+def one_step_more(checkpoint, name, folder):
+    """Model and optimizer one step after a checkpoint."""
+    model, optimizer = loaded(checkpoint, name)
+    with dualform.record(model, optimizer, folder) as recorder:
+        train(model, optimizer, recorder)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_right_state_is_accepted_between_seals(tmp_path, name):
+    checkpoint = sealed(tmp_path / "run", name)
+    model, optimizer = one_step_more(checkpoint, name, tmp_path / "other")
+    with dualform.record(model, optimizer, tmp_path / "run", resume=4) as recorder:
+        train(model, optimizer, recorder)
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD Nesterov", "RMSprop", "Adadelta"])
+def test_the_state_of_another_step_is_refused_between_seals(tmp_path, name):
+    checkpoint = sealed(tmp_path / "run", name)
+    model, optimizer = one_step_more(checkpoint, name, tmp_path / "other")
+    optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+    with pytest.raises(
+        RecordingError, match=r"the optimizer's (momentum_buffer|step) of .* after step 4 .*load_state_dict"
+    ):
+        dualform.record(model, optimizer, tmp_path / "run", resume=4)
+
+
+def test_a_new_sgd_begins_afresh_with_a_warning_between_seals(tmp_path):
+    checkpoint = sealed(tmp_path / "run", "SGD")
+    model, _ = one_step_more(checkpoint, "SGD", tmp_path / "other")
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    with pytest.warns(UserWarning, match=r"no momentum.*after step 4.*afresh.*load_state_dict"):
+        recorder = dualform.record(model, optimizer, tmp_path / "run", resume=4)
+    with recorder:
+        train(model, optimizer, recorder, 2)
     assert dualform.open(tmp_path / "run", model).verify().passed

@@ -372,3 +372,22 @@ def test_columns_that_hide_a_gradient_are_no_reason_to_refuse_it(tmp_path, monke
             optimizer.zero_grad()
     verdicts = dualform.open(tmp_path / "run").verify().frame["verdict"]
     assert set(verdicts) == {"pass"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the loops in C are for float32
+def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp_path, dtype):
+    """In a wide layer R has one column, and one random key in a hundred is nearly orthogonal to it."""
+    inputs, outputs = 100, 20
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, CLASSES)).to(dtype)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        [column] = next(iter(recorder._recording._ledger.parameters.values())).random.T
+        for seen in (0.0, 1e-6, 1e-4, 1e-2):
+            row = torch.randn(1, inputs, dtype=dtype)
+            row += (seen - row @ column) * column / (column @ column)
+            recorder.batch(sample_id=[0])
+            optimizer.zero_grad()
+            F.cross_entropy(model(row), torch.zeros(1, dtype=torch.long)).backward()
+            optimizer.step()
+    assert dualform.open(tmp_path / "run", model).verify().passed

@@ -6,7 +6,8 @@
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
 enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
-enum { SLACK = 64, SHORT = 64 };               /* as in record/audit.py and record/parameters.py */
+enum { SLACK = 64 };                           /* as in record/audit.py */
+static const double UNDERFLOW_BOUND = 1e-35;   /* UNDERFLOW there */
 static const int64_t CHANGED = (int64_t)1 << 32; /* as in record/looks.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
@@ -211,8 +212,8 @@ static int vanishes(const Call *s, double norm) {
 
 /* The slots of some calls are copied as they are stored, and of each call, one after the other,
 
-     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and the norms of the keys of both: those seen through R (or a
-     bound on it, see ParameterLedger.may_hide), and ones.
+     sums (d_out, k) = Σ error ⊗ (key · R), (d_out) = Σ error, ‖errors‖, and the norms of the keys of both: those seen through R (or
+     as they are, if they nearly cancel in R), and ones.
 
    sums has room for as many of all these as there are threads. If ‖errors‖ is not finite, something in its call is not, or squares leave the
    range of float32: nothing that was written of it counts, and it is left to the plain way. Gives how many such calls there are. */
@@ -233,7 +234,7 @@ int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
         double *bias = s->sums + s->k * s->d_out, *norms = bias + s->d_out;
         const double errors = sqrt(norms[0]), seen = sqrt(norms[1]), keys = sqrt(norms[2]);
         norms[0] = vanishes(s, errors) ? INFINITY : errors;
-        norms[1] = s->d_in <= SHORT && keys > seen ? keys : seen;
+        norms[1] = keys > seen ? keys : seen;
         norms[2] = sqrt((double)s->n);
         expect(s->weight, s->sums, errors * norms[1]);
         expect(s->bias, bias, errors * norms[2]);
@@ -332,7 +333,7 @@ static void explain(int64_t n, const double *seen, const double *added, double s
     const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
     verdict[0] = ratio;
     verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
-    verdict[2] = !isfinite(square) || left <= unit * (whole > bound ? whole : bound);
+    verdict[2] = !isfinite(square) || left <= UNDERFLOW_BOUND || left <= unit * (whole > bound ? whole : bound);
     verdict[3] = whole;
     verdict[4] = isfinite(square) && signal > 0 ? signal : 0;
 }

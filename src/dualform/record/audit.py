@@ -25,6 +25,8 @@ SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 COARSE_SLACK = 8.0
 """How many 16-bit roundoffs of its own norm a gradient may be off that was computed under autocast."""
+UNDERFLOW = 1e-35
+"""A rest this small is no reason to refuse a gradient: below 1e-38, float32 loses digits, and soon all of them."""
 SURE = 4.0
 """A factor within this many standard errors of 1 is 1."""
 BETTER = 16.0
@@ -233,5 +235,5 @@ def _verdict(factors: list[float], seen: Seen, total: _Sum, roundoff: float, sig
         return Verdict(factors, math.nan, explained=True, signal=0.0, size=size)
     rest = seen - total.expected
     left = math.sqrt(float(rest @ rest))
-    explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size)
+    explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size, UNDERFLOW)
     return Verdict(factors, left / size if size else 0.0, explained, signal, size)

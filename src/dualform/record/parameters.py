@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualform.layers.keys import Keys, Maps, Numbers, in_groups, part
 from dualform.layers.streams import Use
 from dualform.native.kernels import is_plain
-from dualform.projection import SHORT, Looked, Projection
+from dualform.projection import Looked, Projection
 from dualform.record import audit
 
 THROWN = 8
@@ -115,9 +115,6 @@ class ParameterLedger:
         self.in_columns = is_plain(self.random.T) and self.random.numel() > 0
         """Whether a compiled loop can look through R (a weight without columns has nothing to see)."""
         self.rows, self.roundoff = rows, roundoff(parameter)
-        self.may_hide = self.is_matrix and inputs <= SHORT
-        """Whether vectors may nearly cancel in R, so that their rounding is larger than what is seen of them; with many inputs that is too
-        unlikely."""
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
@@ -264,14 +261,11 @@ class ParameterLedger:
             else:
                 apart = in_groups(used, use.groups)
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
-            size = norm_of(projected.cpu().numpy().ravel())
-            if self.may_hide:
-                size = max(size, size_of_keys(keys))
+            # A few keys may nearly cancel in R: then their rounding is larger than what is seen of them
+            size = max(norm_of(projected.cpu().numpy().ravel()), size_of_keys(keys))
             link.scale += error_terms * size
         else:
             projected = used @ self.random_like(errors)
             own += keys.outer(projected).T.cpu().numpy()
-            size = norm_of(projected.cpu().numpy().ravel())
-            if self.may_hide:
-                size = max(size, error_terms)
+            size = max(norm_of(projected.cpu().numpy().ravel()), error_terms)
             link.scale += size * size_of_keys(keys)

@@ -95,6 +95,8 @@ class _Checkpoint:
         self._updates = store.updates.filter(pl.col("step") < self._step)
         self._snapshot_step = max(snapshot.step for snapshot in before.snapshots)
         self._snapshot = store.snapshot(self._snapshot_step)
+        self._is_inexact = bool(before.inexact)
+        """Whether something else than the optimizer has moved weights."""
         self._without_buffer: list[str] = []
         """Parameters whose momentum begins afresh."""
         self._with_buffer: list[str] = []
@@ -110,11 +112,14 @@ class _Checkpoint:
             if self._keep == "keys":
                 continue  # nothing that is stored depends on the optimizer
             self._compare_kind(watched, mine)
-            self._compare_counters(watched, mine)
+            self._compare_counters(watched, mine, since_snapshot)
             if not since_snapshot.height:
                 self._compare_state(watched)
-            elif not watched.tensors and watched.is_elementwise:
-                self._refuse_missing(watched, list(watched.names))
+            elif watched.is_elementwise:
+                if not watched.tensors:
+                    self._refuse_missing(watched, list(watched.names))
+            else:
+                self._compare_momentum(watched, since_snapshot)
         if self._without_buffer and self._with_buffer:
             raise RecordingError(
                 f"resume: the optimizer has no momentum_buffer for {', '.join(map(repr, self._without_buffer))}, and has one for "
@@ -154,15 +159,19 @@ class _Checkpoint:
                 f"to one of the kind {watched.kind!r}. A dual form holds for one kind: record this phase into another folder."
             )
 
-    def _compare_counters(self, watched: WatchedParameter, mine: pl.DataFrame) -> None:
+    def _compare_counters(self, watched: WatchedParameter, mine: pl.DataFrame, since_snapshot: pl.DataFrame) -> None:
         """How many updates the optimizer has counted: Adam and its relatives correct their averages by it."""
         for name, now in watched.counters.items():
             stored = f"state.{watched.ledger.name}.{name}"
+            at_snapshot = float(self._snapshot[stored]) if stored in self._snapshot else None
             recorded = COUNTED_AS[name]
             if recorded in mine.columns and mine.height and mine[recorded][-1] is not None:
                 known = float(mine[recorded][-1])
-            elif stored in self._snapshot:
-                known = float(self._snapshot[stored])
+            elif name == "step" and since_snapshot.height:
+                # RMSprop and Adadelta count updates without using the count, so it is not among the recorded numbers
+                known = (at_snapshot or 0.0) + since_snapshot.height
+            elif at_snapshot is not None:
+                known = at_snapshot
             else:
                 continue
             if not math.isclose(now, known, rel_tol=1e-6):
@@ -170,6 +179,54 @@ class _Checkpoint:
                     f"resume: the optimizer's {name} of {watched.ledger.name!r} is {now:g}, and {known:g} after step {self._step} in "
                     f"{self._folder}. {LOAD_STATE}"
                 )
+
+    def _compare_momentum(self, watched: WatchedParameter, since_snapshot: pl.DataFrame) -> None:
+        """Between snapshots, what SGD's momentum was can be told from how the weights moved."""
+        last = since_snapshot.row(-1, named=True)
+        if not last["momentum"]:
+            return
+        momentum = watched.tensors.get("momentum_buffer")
+        if momentum is None:
+            self._without_buffer.append(watched.ledger.name)
+            return
+        self._with_buffer.append(watched.ledger.name)
+        known = self._momentum_fingerprint(watched.ledger, since_snapshot)
+        if known is None:
+            return
+        fingerprint, bound = known
+        now = watched.ledger.projection.fingerprint(watched.ledger.look(momentum))
+        if not abs(now - fingerprint) <= bound:
+            self._refuse_state(watched, "momentum_buffer")
+
+    def _momentum_fingerprint(
+        self, ledger: ParameterLedger, since_snapshot: pl.DataFrame
+    ) -> tuple[float, float] | None:
+        """The fingerprint of SGD's momentum after the last update, and how far rounding may have moved it.
+
+        SGD moves weights by lr · momentum, or by lr · (gradient + μ · momentum) with Nesterov's, so fingerprints of weights tell
+        that of the momentum. None: they do not, because there is none after some update, or because lr was 0.
+        """
+        if self._is_inexact or since_snapshot["after"].null_count() or not (since_snapshot["lr"] > 0).all():
+            return None
+        projection = ledger.projection
+        weight = projection.fingerprint(projection.look(self._snapshot[f"model.{ledger.name}"]))
+        stored = f"state.{ledger.name}.momentum_buffer"
+        momentum = projection.fingerprint(projection.look(self._snapshot[stored])) if stored in self._snapshot else 0.0
+        rounding = audit.SLACK * roundoff(ledger.parameter) * np.sqrt(ledger.parameter.numel()) * ledger.size
+        error = 0.0
+        for update in since_snapshot.iter_rows(named=True):
+            moved = (weight - update["after"]) / update["lr"]
+            weight = update["after"]
+            error = max(error, rounding / update["lr"])
+            mu = update["momentum"]
+            if not update["nesterov"]:
+                momentum = moved
+            elif update["fresh"]:
+                momentum = moved / (1 + mu)
+            else:
+                undamped = 1 - update["dampening"]
+                momentum = (mu * momentum + undamped * moved) / (1 + undamped * mu)
+        return momentum, error
 
     def _compare_state(self, watched: WatchedParameter) -> None:
         """Every tensor of the optimizer, both ways."""
@@ -189,12 +246,15 @@ class _Checkpoint:
             )
         for name, value in watched.tensors.items():
             if not _is_same(self._snapshot[prefix + name], value):
-                raise RecordingError(
-                    f"resume: the optimizer's {name} of {watched.ledger.name!r} is not what it was after step {self._step} in "
-                    f"{self._folder}. {LOAD_STATE}"
-                )
+                self._refuse_state(watched, name)
         if known:
             self._with_buffer.append(watched.ledger.name)
+
+    def _refuse_state(self, watched: WatchedParameter, name: str) -> None:
+        raise RecordingError(
+            f"resume: the optimizer's {name} of {watched.ledger.name!r} is not what it was after step {self._step} in "
+            f"{self._folder}. {LOAD_STATE}"
+        )
 
     def _refuse_missing(self, watched: WatchedParameter, missing: list[str]) -> None:
         raise RecordingError(
