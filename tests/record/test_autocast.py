@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.dual.totals import find
+from halves import require
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
@@ -64,3 +65,53 @@ def test_autocast_may_come_and_go_beside_totals(tmp_path, kind):
             optimizer.step()
     view = find(dualform.open(tmp_path / "run").store, ["label"], 4, deltas=True)
     torch.testing.assert_close(view.rebuilt("0.weight").float(), model[0].weight.detach(), rtol=0, atol=1e-5)
+
+
+class Sequences(nn.Module):
+    """Words, a body over their positions, and a head."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(20, 8), body, nn.Linear(8, 3)
+
+    def forward(self, words):
+        x = self.words(words)
+        if isinstance(self.body, nn.MultiheadAttention):
+            x = self.body(x, x, x, need_weights=self.body.dropout > 0)[0]
+        else:
+            x = self.body(x)[0]
+        return self.head(x.mean(1))
+
+
+def train_on_sequences(path, body, length=7, steps=4, **settings):
+    torch.manual_seed(0)
+    model = Sequences(body())
+    words, labels = torch.randint(0, 20, (30, length)), torch.arange(30) % 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, path, **settings) as recorder:
+        for ids in torch.randint(0, 30, (steps, 6)):
+            recorder.batch(sample_id=ids, label=labels[ids])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(words[ids])
+            F.cross_entropy(output.float(), labels[ids]).backward()
+            optimizer.step()
+    return dualform.open(path, model)
+
+
+ATTENTIONS = {
+    "plain": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    "one projection each": lambda: nn.MultiheadAttention(8, 2, kdim=8, vdim=8, bias=False, batch_first=True),
+    "dropout": lambda: nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_attention_under_autocast(tmp_path, kind):
+    require(torch.bfloat16)
+    dual = train_on_sequences(tmp_path / "run", ATTENTIONS[kind])
+    certificate = dual.verify()
+    assert certificate.passed, certificate
+    # What was computed again is the same: nothing but the rounding of each gradient remains. (That of a weight is seen through R.)
+    biases = certificate.frame.filter(pl.col("parameter").str.ends_with("bias"))
+    assert biases["residual"].max() < torch.finfo(torch.bfloat16).eps / 2

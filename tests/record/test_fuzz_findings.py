@@ -58,55 +58,12 @@ def train(path, model, optimizers, batches, inputs=WORDS, *, autocast=False, **s
     return dualform.open(path, model)
 
 
-def test_rows_have_names_after_a_batch_of_equal_rows_under_dropout(tmp_path):
-    torch.manual_seed(0)
-    model = Words(nn.Linear(4, 4), dropout=0.3)
-    dual = train(tmp_path / "run", model, sgd(model), [[0, 0], [1, 2], [3, 4]])
-    assert dual.slots("head")["row"].null_count() == 0
-
-
-def test_rows_of_a_recurrent_layer_have_names_after_a_batch_of_equal_rows(tmp_path):
-    torch.manual_seed(0)
-    model = Words(nn.GRU(4, 4, batch_first=True))
-    dual = train(tmp_path / "run", model, sgd(model), [[0, 0], [1, 2], [3, 4]])
-    rows = dual.slots("body").filter(dual.slots("body")["step"] > 0)["row"]
-    assert rows.null_count() == 0
-
-
-@pytest.mark.xfail(strict=True, reason="AxisError: which of the position ids belong to which of no rows?")
-def test_an_empty_batch_beside_position_ids_that_all_rows_share(tmp_path):
-    torch.manual_seed(0)
-    model = Words(nn.Linear(4, 4), places=True)
-    assert train(tmp_path / "run", model, sgd(model), [[0, 1], [], [2, 3]]).verify().passed
-
-
 @pytest.mark.xfail(strict=True, reason="UnexplainedError: the gradient was rounded to 16 bits, which is not noticed")
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_under_autocast(tmp_path, kind):
     torch.manual_seed(0)
     model = Words(kind(4, 4, batch_first=True))
     assert train(tmp_path / "run", model, sgd(model), [[0, 1, 2], [3, 4]], autocast=True).verify().passed
-
-
-@pytest.mark.xfail(strict=True, reason="RuntimeError of PyTorch: expected scalar type BFloat16 but found Float")
-def test_attention_under_autocast(tmp_path):
-    torch.manual_seed(0)
-    model = Words(nn.MultiheadAttention(4, 2, batch_first=True))
-    assert train(tmp_path / "run", model, sgd(model), [[0, 1, 2], [3, 4]], autocast=True).verify().passed
-
-
-@pytest.mark.xfail(
-    strict=True, reason="the bias has no true gradient: the passes are dropped before the weight is updated"
-)
-def test_a_bias_before_batch_normalisation_in_another_optimizer_than_its_weight(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    parameters = dict(model.named_parameters())
-    weight = parameters.pop("0.weight")
-    optimizers = [torch.optim.Adam(parameters.values()), torch.optim.Adam([weight])]
-    dual = train(tmp_path / "run", model, optimizers, [[0, 1, 2], [3, 4, 5]], INPUTS)
-    assert dual.store.slots("0") == 6
-    assert dual.verify().passed
 
 
 @pytest.mark.xfail(

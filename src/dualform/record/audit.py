@@ -203,8 +203,11 @@ def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdic
 
 def _between(link: Link, total: _Sum, roundoff: float) -> float:
     """By what the gradient of earlier passes was multiplied before this one."""
-    if link.before is None or not link.before.any():
+    if link.before is None:
         return 0.0
+    if not link.before.any():
+        # A gradient that was zero from the beginning need not have been thrown away
+        return 0.0 if total.expected.any() else 1.0
     ratio = _ratio(link.before, total, roundoff)
     # What rounding explains does not tell that a gradient was scaled
     return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio

@@ -291,9 +291,9 @@ class LayerLedger:
         self.calls.setdefault(task, []).append(call)
         return call
 
-    def forget_until(self, task: int) -> None:
-        """Forget the slots of backward passes up to this one."""
-        self.forget({one for one in (*self.calls, *self.problems) if one <= task})
+    def tasks(self) -> set[int]:
+        """The backward passes that anything is known of."""
+        return {*self.calls, *self.problems}
 
     def forget(self, tasks: set[int]) -> None:
         """Forget the slots of some backward passes."""
