@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.dual.totals import find
+from dualform.errors import UnexplainedError
 from halves import require
 
 
@@ -83,7 +84,7 @@ class Sequences(nn.Module):
         return self.head(x.mean(1))
 
 
-def train_on_sequences(path, body, length=7, steps=4, **settings):
+def train_on_sequences(path, body, length=7, steps=4, before_step=lambda model: None, **settings):
     torch.manual_seed(0)
     model = Sequences(body())
     words, labels = torch.randint(0, 20, (30, length)), torch.arange(30) % 3
@@ -95,6 +96,7 @@ def train_on_sequences(path, body, length=7, steps=4, **settings):
             with torch.autocast("cpu", torch.bfloat16):
                 output = model(words[ids])
             F.cross_entropy(output.float(), labels[ids]).backward()
+            before_step(model)
             optimizer.step()
     return dualform.open(path, model)
 
@@ -115,3 +117,58 @@ def test_attention_under_autocast(tmp_path, kind):
     # What was computed again is the same: nothing but the rounding of each gradient remains. (That of a weight is seen through R.)
     biases = certificate.frame.filter(pl.col("parameter").str.ends_with("bias"))
     assert biases["residual"].max() < torch.finfo(torch.bfloat16).eps / 2
+
+
+class Cells(nn.Module):
+    """A cell, called at one time after the other."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state, outputs = None, []
+        for now in x.unbind(1):
+            state = self.cell(now, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return (torch.stack(outputs, 1),)
+
+
+RECURRENT = {
+    "rnn": lambda: nn.RNN(8, 8, batch_first=True),
+    "gru": lambda: nn.GRU(8, 8, batch_first=True),
+    "lstm": lambda: nn.LSTM(8, 8, batch_first=True),
+    "two layers of rnn": lambda: nn.RNN(
+        8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3, nonlinearity="relu"
+    ),
+    "two layers of gru": lambda: nn.GRU(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3),
+    "two layers of lstm": lambda: nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3),
+    "rnn cells": lambda: Cells(nn.RNNCell(8, 8)),
+    "gru cells": lambda: Cells(nn.GRUCell(8, 8)),
+    "lstm cells": lambda: Cells(nn.LSTMCell(8, 8)),
+}
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_under_autocast(tmp_path, kind, length):
+    require(torch.bfloat16)
+    certificate = train_on_sequences(tmp_path / "run", RECURRENT[kind], length).verify()
+    assert certificate.passed, certificate
+    is_fused = kind in ("lstm", "two layers of lstm")
+    if not is_fused and "cells" not in kind:
+        # What was computed again is the same: of the input's bias, which is one sum, nothing but its rounding remains
+        biases = certificate.frame.filter(pl.col("parameter").str.contains("bias_ih"))
+        assert biases["residual"].max() < torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_gradients_of_recurrent_layers_that_autocast_does_not_explain(tmp_path, kind):
+    require(torch.bfloat16)
+
+    def clip_by_value(model):
+        for parameter in model.body.parameters():
+            nn.utils.clip_grad_value_([parameter], 0.5 * float(parameter.grad.abs().max()))
+
+    with pytest.raises(UnexplainedError, match="clipped by value"):
+        train_on_sequences(tmp_path / "run", RECURRENT[kind], before_step=clip_by_value)

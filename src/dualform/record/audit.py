@@ -101,10 +101,18 @@ def coarse_error(link_size: float, numel: int, dtype: torch.dtype, partial_sums:
     before they were added up; a convolution may round once for each image.
     """
     info = torch.finfo(dtype)
-    relative = info.eps / 2 * math.sqrt(partial_sums) * link_size
+    relative = info.eps / 2 * math.sqrt(max(1, partial_sums)) * link_size
     smallest = info.tiny * info.eps  # numbers below it vanish
     underflow = smallest * math.sqrt(numel)
     return COARSE_SLACK * (relative + underflow)
+
+
+def coarse_error_of_terms(scale: float, dtype: torch.dtype) -> float:
+    """How far a sum may move if its terms were rounded to a 16-bit type otherwise than in the training: each term twice, once there and once here.
+
+    scale: a bound on the sum of the absolute terms.
+    """
+    return torch.finfo(dtype).eps * scale
 
 
 def unaudited(links: Sequence[Link]) -> Verdict:
