@@ -172,3 +172,41 @@ def test_gradients_of_recurrent_layers_that_autocast_does_not_explain(tmp_path, 
 
     with pytest.raises(UnexplainedError, match="clipped by value"):
         train_on_sequences(tmp_path / "run", RECURRENT[kind], before_step=clip_by_value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adamax])
+def test_totals_alone_under_autocast(tmp_path, kind):
+    """No residuals are kept, but what rounding may have done is: verify passes, and its floor is near that of a run with slots."""
+    require(torch.bfloat16)
+    inputs, labels = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+    floors = {}
+    for keep in ("slots", "totals"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        optimizer = kind(model.parameters(), lr=0.01)
+        with dualform.record(model, optimizer, tmp_path / keep, keep=keep, totals=["label"]) as recorder:
+            for batch in [[0, 1, 2], [3, 4, 5], [6, 7, 8]] * 6:
+                ids = torch.tensor(batch)
+                recorder.batch(sample_id=ids, label=labels[ids])
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(inputs[ids])
+                F.cross_entropy(output.float(), labels[ids], reduction="sum").backward()
+                optimizer.step()
+        certificate = dualform.open(tmp_path / keep, model).verify()
+        assert certificate.passed, certificate
+        floors[keep] = certificate.frame.filter(pl.col("parameter").str.ends_with("weight"))["floor"]
+    ratio = floors["totals"] / floors["slots"]
+    assert ratio.min() > 0.2
+    assert ratio.max() < 5
+
+
+def test_what_rounding_may_have_done_to_totals_is_little(tmp_path):
+    require(torch.bfloat16)
+    settings = {"keep": "totals", "totals": ["label"]}
+    dual = train_on_sequences(tmp_path / "run", ATTENTIONS["plain"], **settings)
+    view = find(dual.store, ["label"], dual.end_step, deltas=True)
+    rounding = view.rounding_of_gradients("body.in_proj_weight")
+    trained = dual.store.snapshot(dual.end_step)["model.body.in_proj_weight"]
+    moved = (trained - dual.store.snapshot(0)["model.body.in_proj_weight"]).norm()
+    assert 0 < rounding < 0.02 * moved

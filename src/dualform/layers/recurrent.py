@@ -249,7 +249,7 @@ def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
 def _walk_cast(call: _Call, x: Tensor, place: int) -> _Walk:
     """The same under autocast."""
     w_ih, w_hh, *biases = call.weights[place]
-    b_ih, b_hh = biases or [None, None]
+    b_ih, b_hh = biases or (None, None)
     pre = _watched(linear(x, w_ih, b_ih))
     steps, state = pre.unbind(), [part[place] for part in call.state]
     before, after, of_hidden = [x] * len(x), [x] * len(x), [x] * len(x)
