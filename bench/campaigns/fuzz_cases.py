@@ -182,9 +182,9 @@ def _drawn_groups(draw: random.Random, trained: list[int], kind: str) -> Iterato
 
 
 def _drawn_step(draw: random.Random, spec: Spec) -> Step:
-    # A batch of one has no variance; recurrent layers refuse empty batches; dualform asks whose position ids are in an empty batch
+    # A batch of one has no variance; recurrent layers refuse empty batches
     sizes = [2, 3, 5] if spec.norm == "batch" else [1, 2, 3, 5]
-    is_sequence = spec.kind == "words" and (spec.body != "linear" or spec.places == "shared")
+    is_sequence = spec.kind == "words" and spec.body != "linear"
     may_be_empty = spec.norm != "batch" and not is_sequence
     batches = []
     for _ in range(draw.choice([1, 1, 1, 2, 3])):

@@ -56,6 +56,14 @@ def test_zeroed_in_between_drops_the_slots_before(zeroed):
     assert verdict.factors == [0.0, 1.0]
 
 
+def test_a_pass_whose_gradient_is_zero_is_not_taken_for_thrown_away():
+    a, _ = passes(2)
+    nothing = np.zeros(20)
+    verdict = explain([link(None, nothing), link(nothing, a)], a, ROUNDOFF)
+    assert verdict.explained
+    assert verdict.factors == [1.0, 1.0]
+
+
 def test_gradients_kept_aside_and_put_together_again():
     a, b = passes(2)
     verdict = explain([link(None, a), link(None, b)], 0.3 * a + 0.7 * b, ROUNDOFF)

@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.dual.totals import find
+from dualform.errors import UnexplainedError
+from halves import require
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
@@ -64,3 +66,147 @@ def test_autocast_may_come_and_go_beside_totals(tmp_path, kind):
             optimizer.step()
     view = find(dualform.open(tmp_path / "run").store, ["label"], 4, deltas=True)
     torch.testing.assert_close(view.rebuilt("0.weight").float(), model[0].weight.detach(), rtol=0, atol=1e-5)
+
+
+class Sequences(nn.Module):
+    """Words, a body over their positions, and a head."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(20, 8), body, nn.Linear(8, 3)
+
+    def forward(self, words):
+        x = self.words(words)
+        if isinstance(self.body, nn.MultiheadAttention):
+            x = self.body(x, x, x, need_weights=self.body.dropout > 0)[0]
+        else:
+            x = self.body(x)[0]
+        return self.head(x.mean(1))
+
+
+def train_on_sequences(path, body, length=7, steps=4, before_step=lambda model: None, **settings):
+    torch.manual_seed(0)
+    model = Sequences(body())
+    words, labels = torch.randint(0, 20, (30, length)), torch.arange(30) % 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, path, **settings) as recorder:
+        for ids in torch.randint(0, 30, (steps, 6)):
+            recorder.batch(sample_id=ids, label=labels[ids])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(words[ids])
+            F.cross_entropy(output.float(), labels[ids]).backward()
+            before_step(model)
+            optimizer.step()
+    return dualform.open(path, model)
+
+
+ATTENTIONS = {
+    "plain": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    "one projection each": lambda: nn.MultiheadAttention(8, 2, kdim=8, vdim=8, bias=False, batch_first=True),
+    "dropout": lambda: nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_attention_under_autocast(tmp_path, kind):
+    require(torch.bfloat16)
+    dual = train_on_sequences(tmp_path / "run", ATTENTIONS[kind])
+    certificate = dual.verify()
+    assert certificate.passed, certificate
+    # What was computed again is the same: nothing but the rounding of each gradient remains. (That of a weight is seen through R.)
+    biases = certificate.frame.filter(pl.col("parameter").str.ends_with("bias"))
+    assert biases["residual"].max() < torch.finfo(torch.bfloat16).eps / 2
+
+
+class Cells(nn.Module):
+    """A cell, called at one time after the other."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state, outputs = None, []
+        for now in x.unbind(1):
+            state = self.cell(now, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return (torch.stack(outputs, 1),)
+
+
+RECURRENT = {
+    "rnn": lambda: nn.RNN(8, 8, batch_first=True),
+    "gru": lambda: nn.GRU(8, 8, batch_first=True),
+    "lstm": lambda: nn.LSTM(8, 8, batch_first=True),
+    "two layers of rnn": lambda: nn.RNN(
+        8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3, nonlinearity="relu"
+    ),
+    "two layers of gru": lambda: nn.GRU(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3),
+    "two layers of lstm": lambda: nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.3),
+    "rnn cells": lambda: Cells(nn.RNNCell(8, 8)),
+    "gru cells": lambda: Cells(nn.GRUCell(8, 8)),
+    "lstm cells": lambda: Cells(nn.LSTMCell(8, 8)),
+}
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_under_autocast(tmp_path, kind, length):
+    require(torch.bfloat16)
+    certificate = train_on_sequences(tmp_path / "run", RECURRENT[kind], length).verify()
+    assert certificate.passed, certificate
+    is_fused = kind in ("lstm", "two layers of lstm")
+    if not is_fused and "cells" not in kind:
+        # What was computed again is the same: of the input's bias, which is one sum, nothing but its rounding remains
+        biases = certificate.frame.filter(pl.col("parameter").str.contains("bias_ih"))
+        assert biases["residual"].max() < torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_gradients_of_recurrent_layers_that_autocast_does_not_explain(tmp_path, kind):
+    require(torch.bfloat16)
+
+    def clip_by_value(model):
+        for parameter in model.body.parameters():
+            nn.utils.clip_grad_value_([parameter], 0.5 * float(parameter.grad.abs().max()))
+
+    with pytest.raises(UnexplainedError, match="clipped by value"):
+        train_on_sequences(tmp_path / "run", RECURRENT[kind], before_step=clip_by_value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adamax])
+def test_totals_alone_under_autocast(tmp_path, kind):
+    """No residuals are kept, but what rounding may have done is: verify passes, and its floor is near that of a run with slots."""
+    require(torch.bfloat16)
+    inputs, labels = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+    floors = {}
+    for keep in ("slots", "totals"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        optimizer = kind(model.parameters(), lr=0.01)
+        with dualform.record(model, optimizer, tmp_path / keep, keep=keep, totals=["label"]) as recorder:
+            for batch in [[0, 1, 2], [3, 4, 5], [6, 7, 8]] * 6:
+                ids = torch.tensor(batch)
+                recorder.batch(sample_id=ids, label=labels[ids])
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(inputs[ids])
+                F.cross_entropy(output.float(), labels[ids], reduction="sum").backward()
+                optimizer.step()
+        certificate = dualform.open(tmp_path / keep, model).verify()
+        assert certificate.passed, certificate
+        floors[keep] = certificate.frame.filter(pl.col("parameter").str.ends_with("weight"))["floor"]
+    ratio = floors["totals"] / floors["slots"]
+    assert ratio.min() > 0.2
+    assert ratio.max() < 5
+
+
+def test_what_rounding_may_have_done_to_totals_is_little(tmp_path):
+    require(torch.bfloat16)
+    settings = {"keep": "totals", "totals": ["label"]}
+    dual = train_on_sequences(tmp_path / "run", ATTENTIONS["plain"], **settings)
+    view = find(dual.store, ["label"], dual.end_step, deltas=True)
+    rounding = view.rounding_of_gradients("body.in_proj_weight")
+    trained = dual.store.snapshot(dual.end_step)["model.body.in_proj_weight"]
+    moved = (trained - dual.store.snapshot(0)["model.body.in_proj_weight"]).norm()
+    assert 0 < rounding < 0.02 * moved

@@ -627,3 +627,71 @@ def test_inputs_that_all_rows_share_have_no_row(tmp_path):
         assert dual.info()["row_evidence"]["places"] == "proved at step 0 (shared by all rows)"
         found = dual.contributions(torch.randint(0, 9, (2, 5)), target=lambda output: output[:, -1, 3])["places"]
         assert found.parts().height == 2
+
+
+# Batches of equal rows, and of none
+
+
+class Words(nn.Module):
+    """An embedding, a body over three positions, and a head."""
+
+    def __init__(self, body, *, dropout=0.0, places=False):
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(6, 4), body, nn.Linear(4, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.places = nn.Embedding(3, 4) if places else None
+
+    def forward(self, words):
+        x = self.words(words)
+        if self.places is not None:
+            x = x + self.places(torch.arange(3)[None])
+        x = self.body(x)
+        x = x[0] if isinstance(x, tuple) else x
+        return self.head(self.dropout(x.mean(1)))
+
+
+def train_on_words(path, model, batches):
+    words = torch.randint(0, 6, (9, 3), generator=torch.Generator().manual_seed(0))
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, path) as recorder:
+        for batch in batches:
+            ids = torch.tensor(batch, dtype=torch.int64)
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            F.cross_entropy(model(words[ids]), ids % 3, reduction="sum").backward()
+            optimizer.step()
+    return dualform.open(path, model)
+
+
+def test_rows_have_names_after_a_batch_of_equal_rows_under_dropout(tmp_path):
+    torch.manual_seed(0)
+    model = Words(nn.Linear(4, 4), dropout=0.3)
+    dual = train_on_words(tmp_path / "run", model, [[0, 0], [1, 2], [3, 4]])
+    assert dual.slots("head")["row"].null_count() == 0
+
+
+def test_equal_rows_of_a_recurrent_layer_have_names(tmp_path):
+    """Its own axis of the batch says whose they are, though no experiment can tell equal rows apart."""
+    torch.manual_seed(0)
+    train_on_words(tmp_path / "run", Words(nn.GRU(4, 4, batch_first=True)), [[0, 0], [1, 2], [3, 4]])
+    names, _ = named_slots(tmp_path / "run", "body")
+    assert names == [sample for sample in (0, 0, 1, 2, 3, 4) for _ in range(3)]
+
+
+def test_an_empty_batch_beside_position_ids_that_all_rows_share(tmp_path):
+    torch.manual_seed(0)
+    model = Words(nn.Linear(4, 4), places=True)
+    dual = train_on_words(tmp_path / "run", model, [[0, 1], [], [2, 3]])
+    assert dual.verify().passed
+    assert dual.rows["sample_id"].to_list() == [0, 1, 2, 3]
+
+
+def test_a_batch_that_was_announced_as_empty_and_is_not(tmp_path):
+    torch.manual_seed(0)
+    model = classifier()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=torch.arange(0))
+        model(torch.randint(0, 9, (4,))).sum().backward()
+        with pytest.raises(AxisError, match="batch\\(\\) announced 0 rows"):
+            optimizer.step()

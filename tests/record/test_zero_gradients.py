@@ -374,6 +374,7 @@ def test_columns_that_hide_a_gradient_are_no_reason_to_refuse_it(tmp_path, monke
     assert set(verdicts) == {"pass"}
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the loops in C are for float32
 def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp_path, dtype):
     """In a wide layer R has one column, and one random key in a hundred is nearly orthogonal to it."""
@@ -391,3 +392,37 @@ def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp
             F.cross_entropy(model(row), torch.zeros(1, dtype=torch.long)).backward()
             optimizer.step()
     assert dualform.open(tmp_path / "run", model).verify().passed
+=======
+def test_a_bias_before_batch_normalisation_in_another_optimizer_than_its_weight(tmp_path):
+    """The bias has no true gradient, so its update stores no slots; the weight's update, which comes later, still has them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    parameters = dict(model.named_parameters())
+    weight = parameters.pop("0.weight")
+    optimizers = [torch.optim.Adam(parameters.values()), torch.optim.Adam([weight])]
+    inputs = torch.randn(6, 4)
+    with dualform.record(model, optimizers, tmp_path / "run") as recorder:
+        for ids in torch.arange(6).split(3):
+            recorder.batch(sample_id=ids)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.cross_entropy(model(inputs[ids]), ids % CLASSES).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.store.slots("0") == 6
+    assert dual.verify().passed
+
+
+def test_a_micro_batch_whose_gradients_are_zero_keeps_its_rows(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for sample, weight in ((7, 0.0), (8, 1.0)):
+            recorder.batch(sample_id=[sample])
+            (weight * model(torch.ones(1, 2)).sum()).backward()
+        optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.rows["sample_id"].to_list() == [7, 8]
+    assert dual.verify().passed
+>>>>>>> fuzzfix

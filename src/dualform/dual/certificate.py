@@ -322,7 +322,9 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
         weights = Floor(math.hypot(weights.weights, found.own_rounding))
     if store.manifest.keep == "totals":  # no residuals are kept; sums were made in the type of the store
         unit = torch.finfo(getattr(torch, store.manifest.dtype)).eps / 2
-        return Floor(weights.weights, gradients=TOTALS_ROUNDING * unit * found.movement)
+        view = find(store, (), end, deltas=True, subset=True)
+        coarse = 0.0 if view is None else view.rounding_of_gradients(name)
+        return Floor(weights.weights, gradients=math.hypot(TOTALS_ROUNDING * unit * found.movement, coarse))
     if not math.isfinite(found.distance) or found.distance <= FLOORS * weights.total:
         return weights
     return full_floor(store, name, found.begin, end, weights)

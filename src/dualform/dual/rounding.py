@@ -9,6 +9,7 @@ divided by their size, that is tried out.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
 from dualform.store.reader import Store
+from dualform.totals.rounding import coarse_spread
 
 BOTH_ROUNDED = math.sqrt(2 / 3)
 """Key and error signal are each off by up to one roundoff, evenly spread."""
@@ -80,8 +82,8 @@ class _Measured:
 
     residual: Floats
     size: Floats
-    is_coarse: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """Whether the gradient itself was rounded to 16 bits (autocast)."""
+    coarse: Floats
+    """The unit roundoff of the 16-bit type that the gradient itself was rounded to (autocast); 0: it was not."""
 
 
 def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
@@ -89,11 +91,9 @@ def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
         updates.begin, updates.end, closed="left"
     )
     table = store.updates.filter(here)
-    is_coarse = (
-        table["autocast"].is_not_null() if "autocast" in table.columns else pl.repeat(False, table.height, eager=True)
-    )
+    coarse = table["autocast"].fill_null(0.0) if "autocast" in table.columns else pl.zeros(table.height, eager=True)
     residual, size = (np.nan_to_num(table[name].to_numpy(), nan=0.0) for name in ("residual", "size"))
-    return _Measured(residual, size, is_coarse.to_numpy())
+    return _Measured(residual, size, coarse.to_numpy().astype(np.float64))
 
 
 def _of_slots(store: Store, parameter: str, found: Coefficients, roundoff: float) -> float:
@@ -126,25 +126,31 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     kind, gradients = KINDS[updates.kind], Replayed(store, updates)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     disturbed = now.copy()
-    sums, squares = gradients.sum(), gradients.sum()
+    sums, squares, of_call = gradients.sum(), gradients.sum(), gradients.sum()
     generator = torch.Generator().manual_seed(0)
     visits = max(_visits(store, layer) for layer in store.users(updates.parameter))
     for place in range(len(updates.steps)):
         step, settings = gradients.read(place), updates.at(place)
         gradient = gradients(step, sums)
         variance = _variance(gradients, step, squares)
-        residual = float(measured.residual[place])
-        if measured.is_coarse[place]:  # each entry was rounded by itself
-            spread = (residual * gradient).square()
-        else:
-            # Of some rows only (outputs=), the size of the whole gradient says too much
-            size = float(measured.size[place] if gradients.rows is None else gradient.norm())
-            spread = _spread(variance, residual * size)
+        # Of some rows only (outputs=), the size of the whole gradient says too much
+        size = float(measured.size[place] if gradients.rows is None else gradient.norm())
+        rest = float(measured.residual[place]) * size
+        coarse = float(measured.coarse[place])
+        spread = coarse_spread(_of_calls(gradients, step, of_call), rest, coarse) if coarse else _spread(variance, rest)
         spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
         step_on(disturbed, kind, settings, gradient + noise)
         step_on(now, kind, settings, gradient)
     return float((disturbed.weight - now.weight).double().norm())
+
+
+def _of_calls(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
+    """What each call of a layer added to the gradient of a step."""
+    for factor, layer, keys, errors, _ in step.slots:
+        for use in gradients.uses(layer):
+            total.add(layer, use, keys, errors, factor)
+        yield total.taken()
 
 
 def _spread(variance: Tensor, rest: float) -> Tensor:

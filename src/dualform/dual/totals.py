@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -87,6 +88,16 @@ class View:
                 total += snapshot[f"state.{parameter}.{average}"].double() * numbers[1]
         found, rest = self._deltas(parameter)
         return total + found[0].double() if rest else total
+
+    def rounding_of_gradients(self, parameter: str) -> float:
+        """How far rounding of gradients to 16 bits (autocast) may have moved a parameter; a Frobenius norm."""
+        number = self._store.parameter(parameter)
+        if f"rounded.{number}" in self._file:
+            return math.sqrt(max(0.0, float(self._file[f"rounded.{number}"][0, 0])))
+        if f"rounded.{number}.weight" in self._file:
+            moved = self._file[f"rounded.{number}.weight"].double() - self._file[f"now.{number}.weight"].double()
+            return float(moved.norm())
+        return 0.0
 
     def rebuilt(
         self, parameter: str, keep: np.ndarray[Any, np.dtype[np.bool_]] | None = None, trained: Tensor | None = None

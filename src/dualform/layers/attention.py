@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dualform.layers.autocast import Autocast
 from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.streams import Layer, Use, joined
 
@@ -59,9 +60,11 @@ def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> l
     outputs = [tensor for tensor in output if tensor is not None and tensor.requires_grad]
 
     there = [t is not None and t.requires_grad for t in output]
+    autocast = Autocast.now(inputs[0].device.type)
 
     def slots(errors: Errors) -> list[Found]:
-        return _slots(module, inputs, options, begun, training, errors, there)
+        with autocast.again():
+            return _slots(module, inputs, options, begun, training, errors, there)
 
     return [Watch(outputs, slots, inputs[0])]
 
@@ -99,10 +102,11 @@ def _slots(
         of_output = of_output.unsqueeze(1)
     turned_error = of_output.transpose(0, 1) if swapped else of_output
     targets.append(context)
-    slopes.append(turned_error @ module.out_proj.weight.detach())
+    weight = module.out_proj.weight.detach()
+    slopes.append((turned_error @ weight.to(turned_error.dtype)).to(context.dtype))
     if of_weights is not None and weights is not None:
         targets.append(weights)
-        slopes.append(of_weights.reshape(weights.shape))
+        slopes.append(of_weights.reshape(weights.shape).to(weights.dtype))
     found = torch.autograd.grad(targets, projected, slopes)
     back = [error.transpose(0, 1) if swapped else error for error in found]
     terms = [*_sizes_of_terms(module, projected, slopes[0], of_weights, training), 0.0]
@@ -176,7 +180,7 @@ def _attend(
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """PyTorch's own attention with projections that change nothing; same random numbers, which are then put back."""
-    same = torch.eye(module.embed_dim, dtype=projected[0].dtype)
+    same = torch.eye(module.embed_dim, dtype=projected[0].dtype, device=projected[0].device)
     now = torch.get_rng_state() if state is not None else None
     try:
         if state is not None:

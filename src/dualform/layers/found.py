@@ -32,6 +32,10 @@ class Found:
     as terms of this size have (see record/audit.py). 0: the norm of the keys is that bound."""
     error_terms: float = 0.0
     """The same for error signals that are sums, or that were computed again."""
+    partial_sums: int = 1
+    """Under autocast: how many parts of a weight's gradient were each rounded to 16 bits before they were added up."""
+    is_rounded_otherwise: bool = False
+    """Under autocast: whether error signals were rounded elsewhere than in the training, where a fused kernel does not show them."""
 
 
 @dataclass(slots=True)

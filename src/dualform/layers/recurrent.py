@@ -17,6 +17,8 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from dualform.layers.autocast import Autocast
+
 KINDS: tuple[type[nn.Module], ...] = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
 
@@ -79,20 +81,25 @@ def unroll(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     errors: Sequence[Tensor | None] | None = None,
     rng: Tensor | None = None,
+    autocast: Autocast | None = None,
 ) -> list[Unrolled]:
     """Keys and error signals of one call of a module, for each layer and direction; rows in the caller's order.
 
     errors: the gradients of `outputs(module(*args, **kwargs))` as autograd gives them; None is zero. An initial state
-    counts as constant. rng: the CPU's random state just before the call, needed for dropout between layers.
+    counts as constant. rng: the CPU's random state just before the call, needed for dropout between layers. autocast: as it was
+    during the call; then error signals have its 16-bit type.
     """
-    call, walks = _Call(module, *arguments), list[_Walk]()
+    is_cast = autocast is not None and autocast.is_on
+    call, walks = _Call(module, *arguments, is_cast=is_cast), list[_Walk]()
     x, masks = call.x, call.masks(rng)
-    with torch.set_grad_enabled(errors is not None), torch.autocast(x.device.type, enabled=False):
+    context = autocast.again() if autocast is not None else torch.autocast(x.device.type, enabled=False)
+    walk = _walk_cast if is_cast else _walk
+    with torch.set_grad_enabled(errors is not None), context:
         for place in range(len(call.weights)):
-            walks.append(_walk(call, x, place))
+            walks.append(walk(call, x, place))
             if (place + 1) % call.sides == 0:
                 x = torch.cat([walk.hidden for walk in walks[-call.sides :]], dim=-1)
-                x = x * masks.pop(0) if masks else x
+                x = x * masks.pop(0).to(x.dtype) if masks else x
         found = [None] * len(walks) if errors is None else _errors(call, walks, x, errors)
     return [Unrolled(name, walk.keys, error) for name, walk, error in zip(names(module), walks, found, strict=True)]
 
@@ -120,10 +127,14 @@ def _weights(module: nn.Module) -> list[list[Tensor]]:
 class _Call:
     """One call of a module, as (time, rows, features) with the rows in the caller's order; a cell has one time."""
 
-    def __init__(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], *, is_cast: bool = False
+    ) -> None:
+        """is_cast: it ran under autocast, and what came in keeps its own type."""
         given = dict(zip(("input", "hx"), positional, strict=False)) | named
         entry, state = given["input"], given.get("hx")
         self.module = module
+        self._is_cast = is_cast
         self.weights = [[weight.detach() for weight in group] for group in _weights(module)]
         self.hidden = self.weights[0][1].shape[1]
         self.sides = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
@@ -142,7 +153,8 @@ class _Call:
         """An initial or final state → (layers × directions, rows, d_hidden)."""
         if isinstance(self.module, nn.RNNCellBase):
             state = state.reshape(1, -1, state.shape[-1])
-        return (state if state.dim() == 3 else state.unsqueeze(1)).detach().to(self.weights[0][0])
+        apart = (state if state.dim() == 3 else state.unsqueeze(1)).detach()
+        return apart if self._is_cast else apart.to(self.weights[0][0])
 
     def sequence(self, values: Tensor) -> Tensor:
         """An input or output (of a packed sequence its data) → (time, rows, features), zero after a sequence's end."""
@@ -187,6 +199,23 @@ class _Call:
             return [torch.lerp(torch.addcmul(n_input, r.sigmoid(), n_hidden).tanh(), h, z.sigmoid())]
         return [pre.relu() if getattr(self.module, "nonlinearity", None) == "relu" else pre.tanh()]
 
+    def step_cast(self, of_input: Tensor, of_hidden: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
+        """The same under autocast: in the order of PyTorch's own operations, each of which rounds to 16 bits.
+
+        of_input, of_hidden: what the weights make of the input and of the previous hidden state, each with its bias.
+        """
+        if c is not None:
+            i, f, g, o = (of_hidden + of_input).chunk(4, dim=-1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return [o.sigmoid() * c.tanh(), c]
+        if isinstance(self.module, nn.GRU | nn.GRUCell):
+            r_input, z_input, n_input = of_input.chunk(3, dim=-1)
+            r_hidden, z_hidden, n_hidden = of_hidden.chunk(3, dim=-1)
+            new = (n_input + n_hidden * (r_hidden + r_input).sigmoid()).tanh()
+            return [(h - new) * (z_hidden + z_input).sigmoid() + new]
+        pre = of_hidden + of_input
+        return [pre.relu() if getattr(self.module, "nonlinearity", None) == "relu" else pre.tanh()]
+
 
 class _Walk(NamedTuple):
     """One layer and direction, walked through in time."""
@@ -195,6 +224,9 @@ class _Walk(NamedTuple):
     pre: Tensor  # (time, rows, d_error): the input's part of the pre-activations, with the same gradients as the whole
     hidden: Tensor  # (time, rows, d_hidden): h after each time
     state: list[Tensor]  # the last h (and c)
+    of_hidden: list[Tensor] | None = (
+        None  # at each time, what weight_hh makes of h; under autocast, if a GRU needs its gradient
+    )
 
 
 def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
@@ -214,13 +246,51 @@ def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
     return _Walk(keys if call.alive is None else keys * call.alive, pre, torch.stack(after), state)
 
 
+def _walk_cast(call: _Call, x: Tensor, place: int) -> _Walk:
+    """The same under autocast."""
+    w_ih, w_hh, *biases = call.weights[place]
+    b_ih, b_hh = biases or (None, None)
+    pre = _watched(linear(x, w_ih, b_ih))
+    steps, state = pre.unbind(), [part[place] for part in call.state]
+    before, after, of_hidden = [x] * len(x), [x] * len(x), [x] * len(x)
+    for time in range(len(x))[:: -1 if place % call.sides else 1]:
+        of_hidden[time] = _watched(linear(state[0], w_hh, b_hh))
+        new = call.step_cast(steps[time], of_hidden[time], *state)
+        if call.alive is not None:
+            new = [torch.where(call.alive[time], *pair) for pair in zip(new, state, strict=True)]
+        before[time], after[time], state = state[0], new[0], new
+    keys = torch.cat([x.detach(), torch.stack(before).detach()], dim=-1).to(w_ih.dtype)
+    is_gru = isinstance(call.module, nn.GRU | nn.GRUCell)
+    return _Walk(
+        keys if call.alive is None else keys * call.alive,
+        pre,
+        torch.stack(after),
+        state,
+        of_hidden if is_gru else None,
+    )
+
+
+def _watched(tensor: Tensor) -> Tensor:
+    """A tensor whose gradient may be asked for, if gradients are on."""
+    return tensor.requires_grad_() if torch.is_grad_enabled() and not tensor.requires_grad else tensor
+
+
 def _errors(call: _Call, walks: list[_Walk], output: Tensor, errors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """(time, rows, d_error) for each walk."""
     ends = [torch.stack(parts) for parts in zip(*(walk.state for walk in walks), strict=True)]
     values, grads = (ends if isinstance(call.module, nn.RNNCellBase) else [output, *ends]), list[Tensor]()
     for value, error in zip(values, errors, strict=True):
         laid_out = call.sequence if value is output else call.stacked
-        grads.append(torch.zeros_like(value) if error is None else laid_out(error))
+        grads.append(torch.zeros_like(value) if error is None else laid_out(error).to(value.dtype))
     if call.linked and errors[1] is not None:
         grads[1] = grads[1] - torch.autograd.grad(ends[0], walks[0].state[1], grads[0], retain_graph=True)[0]
-    return torch.autograd.grad(values, [walk.pre for walk in walks], grads)
+    wanted = [tensor for walk in walks for tensor in (walk.pre, *(walk.of_hidden or ()))]
+    found = iter(torch.autograd.grad(values, wanted, grads))
+    return [_of_gates(next(found), [next(found) for _ in walk.of_hidden or ()]) for walk in walks]
+
+
+def _of_gates(of_input: Tensor, of_hidden: list[Tensor]) -> Tensor:
+    """The gradients of pre-activations; those of a GRU's n_hidden, the last third of `of_hidden`, come last."""
+    if not of_hidden:
+        return of_input
+    return torch.cat([of_input, torch.stack(of_hidden).chunk(3, dim=-1)[2]], dim=-1)

@@ -248,7 +248,7 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
     if permuted is None or len(known) < len(replaced):
         return Decision(None, "its inputs have other shapes when rows are moved")
     allowed = readings(given.lead, len(permuted.rows), given.axis) if named is None else [named]
-    decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse)
+    decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse, module_axis=given.axis)
     if decision.is_proved and decision.where != SHARED and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)

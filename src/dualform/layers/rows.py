@@ -239,18 +239,20 @@ def decide(
     replaced: Sequence[Experiment],
     *,
     is_coarse: bool = False,
+    module_axis: int | None = None,
 ) -> Decision:
     """Decide between the readings of an input from experiments.
 
     Permuted rows show along which axis the input follows them. Replaced rows show that no other vector depends on them, so that a model
     that reorders its rows is found out. Where something stays in place when rows move (random numbers, a state that the model keeps for
     each row), replaced rows have to decide alone: then each row needs its own pattern of being replaced (`row_proof.coded_rows`).
-    is_coarse: whether 16-bit arithmetic may round the same row differently in another place.
+    is_coarse: whether 16-bit arithmetic may round the same row differently in another place. module_axis: the axis of the rows, if the
+    module itself names it (recurrent layers, attention).
     """
     following = _following(allowed, before, permuted, is_coarse=is_coarse)
     if len(following) > 1:
         consistent = [where for where in following if all(_others_stay(where, before, one) for one in replaced)]
-        return Decision(consistent[0]) if len(consistent) == 1 else _choose_among_equal(consistent)
+        return Decision(consistent[0]) if len(consistent) == 1 else _choose_among_equal(consistent, module_axis)
     if following == [SHARED]:
         # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
         stays = all(_others_stay(SHARED, before, experiment) for experiment in replaced)
@@ -278,8 +280,13 @@ def _tell_rows_apart(replaced: Sequence[Experiment]) -> bool:
     return is_each_replaced and len(np.unique(patterns, axis=0)) == len(patterns)
 
 
-def _choose_among_equal(fitting: Sequence[RowAxis]) -> Decision:
-    """Equal vectors stay the same wherever they are moved. The first axis may then be taken by its length, another one never."""
+def _choose_among_equal(fitting: Sequence[RowAxis], module_axis: int | None) -> Decision:
+    """Equal vectors stay the same wherever they are moved.
+
+    The first axis, or the one that the module itself names, may then be taken by its length, another one never.
+    """
+    if module_axis is not None and RowAxis(module_axis) in fitting:
+        return Decision(RowAxis(module_axis), SAME_FOR_ALL_ROWS, may_differ=True)
     if FIRST in fitting:
         return Decision(FIRST, SAME_FOR_ALL_ROWS)
     if SHARED in fitting:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dualform.layers import attention, recurrent
+from dualform.layers.autocast import Autocast
 from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.keys import Maps
 from dualform.layers.streams import Geometry, Layer, Use, joined
@@ -272,15 +273,24 @@ def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun
     outputs = recurrent.outputs(output)
     several = len(recurrent.names(module)) > 1
     shown, version = outputs[0].detach(), outputs[0]._version
+    autocast = Autocast.now(outputs[0].device.type)
 
     def slots(errors: Errors) -> list[Found]:
         intact = errors is None and shown._version == version  # not so after a dropout in place
         keys = recurrent.shown_keys(module, arguments, shown) if intact else None
         if keys is not None:
             return [Found("", keys, None, axis=1)]
+        unrolled = recurrent.unroll(module, arguments, errors, begun, autocast)
         return [
-            Found(u.name if several else "", u.keys, u.errors, axis=1)
-            for u in recurrent.unroll(module, arguments, errors, begun)
+            Found(
+                u.name if several else "",
+                u.keys,
+                u.errors,
+                axis=1,
+                partial_sums=len(u.keys),  # one for each time
+                is_rounded_otherwise=isinstance(module, nn.LSTM),  # one operation, which rounds inside
+            )
+            for u in unrolled
         ]
 
     given = _first(arguments)

@@ -103,10 +103,18 @@ def coarse_error(link_size: float, numel: int, dtype: torch.dtype, partial_sums:
     before they were added up; a convolution may round once for each image.
     """
     info = torch.finfo(dtype)
-    relative = info.eps / 2 * math.sqrt(partial_sums) * link_size
+    relative = info.eps / 2 * math.sqrt(max(1, partial_sums)) * link_size
     smallest = info.tiny * info.eps  # numbers below it vanish
     underflow = smallest * math.sqrt(numel)
     return COARSE_SLACK * (relative + underflow)
+
+
+def coarse_error_of_terms(scale: float, dtype: torch.dtype) -> float:
+    """How far a sum may move if its terms were rounded to a 16-bit type otherwise than in the training: each term twice, once there and once here.
+
+    scale: a bound on the sum of the absolute terms.
+    """
+    return torch.finfo(dtype).eps * scale
 
 
 def unaudited(links: Sequence[Link]) -> Verdict:
@@ -205,8 +213,11 @@ def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdic
 
 def _between(link: Link, total: _Sum, roundoff: float) -> float:
     """By what the gradient of earlier passes was multiplied before this one."""
-    if link.before is None or not link.before.any():
+    if link.before is None:
         return 0.0
+    if not link.before.any():
+        # A gradient that was zero from the beginning need not have been thrown away
+        return 0.0 if total.expected.any() else 1.0
     ratio = _ratio(link.before, total, roundoff)
     # What rounding explains does not tell that a gradient was scaled
     return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio

@@ -371,10 +371,20 @@ class Books:
         if update.held is not None and self._ledger.held is update.held:
             self._ledger.held = None
         for layer in update.layers:
-            layer.forget_until(update.last_task)
+            waiting = self._waiting_tasks(layer, update)
+            layer.forget({task for task in layer.tasks() if task <= update.last_task and task not in waiting})
         for parameter in update.parameters:
             parameter.forget_until(update.last_task)
         self._ledger.spent.update(update.modules)
+
+    def _waiting_tasks(self, layer: LayerLedger, update: Update) -> set[int]:
+        """The backward passes that an update has not stored, and that other parameters of the layer may need.
+
+        Weight and bias may have different optimizers. That of the bias stores no slots if its gradient is rounding alone.
+        """
+        others = [parameter for _, parameter in layer.uses if parameter not in update.parameters]
+        counted = {link.task for parameter in others for link in parameter.links if link.counted}
+        return counted - update.step.stored.get(layer, set())
 
     def retire(self, step: OpenStep) -> None:
         """A step is over: its backward passes cannot be part of another one."""

@@ -35,6 +35,8 @@ class ForwardPass:
     """Where the rows are in each call of each layer."""
     problem: DualformError | None = None
     """Why its slots cannot be named."""
+    is_empty: bool = False
+    """Whether the model was given a batch without rows, as batch() announced: no vector belongs to a row."""
 
     def called(self, module: str, key: Tensor) -> int:
         """Note a call of a recorded module; return its number among the calls of that module."""
@@ -73,7 +75,10 @@ class RowFinder:
     def end(self, forward: ForwardPass, arguments: Arguments) -> None:
         """The outermost module has returned: find the rows, unless a forward pass of this kind has been seen before."""
         batch = forward.batch
-        if batch is None or batch.rows < 2:
+        if batch is None or batch.rows == 1:
+            return
+        if batch.rows == 0:
+            forward.is_empty = any(tensor.numel() == 0 for tensor in tensors_in(arguments))
             return
         rows = batch.rows
         proof, is_new = self._proofs.get(
@@ -105,6 +110,8 @@ class RowFinder:
         layout = None if decision.where is None else decision.where.layout(lead, rows)
         if layout is not None:
             return layout
+        if forward is not None and forward.is_empty:  # such as position ids, which are there without rows, too
+            return Layout(lead, None)
         if self._on_unclear == "leave out":
             return Layout(lead, None)
         raise _unclear(layer, lead, rows, decision)

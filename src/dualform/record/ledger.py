@@ -201,8 +201,9 @@ class LayerLedger:
             for _, parameter in self.uses:
                 link = parameter.link(task)
                 link.coarse_dtype = errors.dtype
-                if layer.geometry is not None:  # some convolutions round what each image adds
-                    link.partial_sums = max(link.partial_sums, len(errors))
+                # Some convolutions round what each image adds
+                link.partial_sums += found.partial_sums if layer.geometry is None else len(errors)
+                link.is_rounded_otherwise |= found.is_rounded_otherwise
             keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
             errors = errors.to(kind)
         if layer.geometry is not None:
@@ -291,9 +292,9 @@ class LayerLedger:
         self.calls.setdefault(task, []).append(call)
         return call
 
-    def forget_until(self, task: int) -> None:
-        """Forget the slots of backward passes up to this one."""
-        self.forget({one for one in (*self.calls, *self.problems) if one <= task})
+    def tasks(self) -> set[int]:
+        """The backward passes that anything is known of."""
+        return {*self.calls, *self.problems}
 
     def forget(self, tasks: set[int]) -> None:
         """Forget the slots of some backward passes."""

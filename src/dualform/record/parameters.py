@@ -34,8 +34,10 @@ class Link(audit.Link):
     counted: bool = False
     coarse_dtype: torch.dtype | None = None
     """The 16-bit type that the gradient was computed in (autocast), if any."""
-    partial_sums: int = 1
+    partial_sums: int = 0
     """How many sums were rounded to that type before they were added up."""
+    is_rounded_otherwise: bool = False
+    """Whether the error signals themselves were rounded elsewhere than in the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
     at: int = 0
@@ -231,6 +233,8 @@ class ParameterLedger:
         assert link.coarse_dtype is not None
         seen = self.parameter.numel() * self.columns
         link.coarse = audit.coarse_error(norm_of(link.added), seen, link.coarse_dtype, link.partial_sums)
+        if link.is_rounded_otherwise:
+            link.coarse += audit.coarse_error_of_terms(link.scale, link.coarse_dtype)
         return torch.finfo(link.coarse_dtype).eps / 2
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:

@@ -19,7 +19,7 @@ from dualform.store.reader import Store
 from dualform.store.schema import schema
 from dualform.store.sums import NewTotals
 from dualform.totals.build import KINDS
-from dualform.totals.fold import Accumulated, Piece, Updates
+from dualform.totals.fold import Accumulated, Piece, Rounded, Updates
 from dualform.totals.groups import Numbering
 
 Wanted = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
@@ -60,6 +60,7 @@ class OnlineTotals:
     ):
         """beginning: weights and optimizer state when recording began. kept: totals to go on with."""
         self._wide = manifest.dtype == "float64"
+        self._keeps_slots = manifest.keep != "totals"
         self._deltas = any(grouping.kind != "keys" for grouping in wanted)
         self._layers: list[Layer] = list(manifest.layers)
         self._parameters = [p.name for p in manifest.parameters]
@@ -205,7 +206,19 @@ class OnlineTotals:
             {key: np.array([one[key] for one in settings]) for key in sorted(always)},
             factors,
             torch.from_numpy(np.stack(gradients)) if gradients else None,
+            rounded=None if self._keeps_slots else _rounded(mine),
         )
+
+
+def _rounded(updates: Sequence[tuple[int, records.Update, int]]) -> Rounded | None:
+    """What rounding to 16 bits (autocast) has done to the gradients of a parameter's updates. updates: (step, update, its place there)."""
+    units = np.array([update.settings[at].get("autocast", 0.0) for _, update, at in updates])
+    if not units.any():
+        return None
+    residuals = np.array([update.residuals[at] for _, update, at in updates], dtype=np.float64)
+    sizes = np.array([update.sizes[at] for _, update, at in updates], dtype=np.float64)
+    rests = np.where(units > 0, np.nan_to_num(residuals * sizes), 0.0)
+    return Rounded(units, rests)
 
 
 def _written(blocks: Sequence[records.Block]) -> records.Bools | None:

@@ -167,7 +167,7 @@ class Sealed:
         """Raise ValueError unless a tensor of the totals is of the right shape."""
         totals = self._totals()
         first, second, *rest = name.split(".")
-        if first in ("initial", "now", "negative"):
+        if first in ("initial", "now", "rounded", "negative"):
             return
         groups = totals.files[groups_name(int(first))].lines or 0
         if second.startswith("p"):

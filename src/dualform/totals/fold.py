@@ -7,7 +7,7 @@ itself need not be run step by step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ from torch import Tensor
 from dualform.layers.keys import Keys, Numbers, Vectors
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
-from dualform.recursions import KINDS, Floats, Kind, Walked, at_rest, outer, walk_back
+from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, outer, walk_back
 from dualform.store.format import Grouping, Manifest
+from dualform.totals.rounding import coarse_spread
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 OF = ("weight", "average")
 """What is kept of a group: its part of the parameter, and of the optimizer's running average."""
+MAPS = ("initial.", "now.", "rounded.")
+"""How the names of tensors begin that belong to no group."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """Gradients of some updates that were rounded to 16 bits (autocast)."""
+
+    units: Floats
+    """(updates,): the unit roundoff of the 16-bit type; 0: the gradient was not rounded so."""
+    rests: Floats
+    """(updates,): how far the gradient is from what its slots say, as a norm; 0 where it was not rounded so."""
+
+
+@dataclass(frozen=True)
 class Updates:
     """The updates of one parameter in a stretch."""
 
@@ -58,6 +71,8 @@ class Updates:
     """(updates, d_out), for biases."""
     reaching: Mapping[str, Walked] | None = None
     """Their coefficients at the end of the run, by what is kept of a group, where they are known in advance."""
+    rounded: Rounded | None = None
+    """What rounding to 16 bits has done to their gradients; None: nothing, or it is not asked for, since all updates are kept."""
 
     def walked(self, of: str) -> Walked:
         """What becomes of the stretch's beginning and of its gradients."""
@@ -109,7 +124,9 @@ class Accumulated:
     `.average`, the group deltas (for biases with `.rest` at the end: row 0 is what their gradients hold beyond the slots);
     `initial.{parameter}`, the initial part's numbers, or, where coefficients are matrices, `initial.{parameter}.weight` and
     `.average`, the initial part itself, and `now.{parameter}.…`, the parameter and its optimizer state; `negative.{layer}`,
-    whether any key was.
+    whether any key was. If slots are not kept, what rounding to 16 bits under autocast may have done: `rounded.{parameter}`, the covariance of
+    its effects on parameter and average, or, where coefficients are matrices, `rounded.{parameter}.…`, the same as `now` with gradients that
+    are disturbed by as much.
     """
 
     def __init__(
@@ -123,7 +140,7 @@ class Accumulated:
         self._manifest, self.groupings = manifest, tuple(groupings)
         self._numbers = {p.name: number for number, p in enumerate(manifest.parameters)}
         self._grown = {name: Grown.of(t) for name, t in (kept or {}).items() if name[0].isdigit()}
-        self._maps = {name: t.clone() for name, t in (kept or {}).items() if name.startswith(("initial.", "now."))}
+        self._maps = {name: t.clone() for name, t in (kept or {}).items() if name.startswith(MAPS)}
         self._beginning = beginning
         self._signs = {name: bool(t) for name, t in (kept or {}).items() if name.startswith("negative.")}
         self._groups = [0] * len(self.groupings)
@@ -213,9 +230,17 @@ class Accumulated:
 
     def _fold_initial(self, name: str, some: Updates) -> None:
         """X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
-        stretch = torch.tensor([[w.a, w.b] for w in map(some.walked, OF)], dtype=torch.float64)
+        walked = [some.walked(of) for of in OF]
+        stretch = torch.tensor([[w.a, w.b] for w in walked], dtype=torch.float64)
         key = f"initial.{self._numbers[name]}"
         self._maps[key] = stretch @ self._maps.get(key, torch.eye(2, dtype=torch.float64))
+        rounded = f"rounded.{self._numbers[name]}"
+        if rounded in self._maps:
+            self._maps[rounded] = stretch @ self._maps[rounded] @ stretch.T
+        if some.rounded is not None and not self._is_vector(name):  # the gradients of vectors are kept as they were
+            # The roundings of different steps are independent of each other: their variances add up
+            effects = torch.from_numpy(np.stack([w.c * some.rounded.rests for w in walked]))
+            self._maps[rounded] = self._maps.get(rounded, torch.zeros(2, 2, dtype=torch.float64)) + effects @ effects.T
 
     def _is_vector(self, name: str) -> bool:
         return any(name in layer.vectors() for layer in self._manifest.layers)
@@ -276,13 +301,11 @@ class Accumulated:
         small = self._is_vector(name)
         for place, step in enumerate(some.steps.tolist()):
             settings = {key: float(values[place]) for key, values in some.settings.items()}
-            here = [(use, _of_step(piece, step)) for use, piece in mine]
-            here = [(use, piece) for use, piece in here if piece is not None]
+            here = [(use, some_slots) for use, piece in mine if (some_slots := _of_step(piece, step)) is not None]
             factors = some.factors[place]
             parts = {g: torch.zeros_like(held[g][0]["weight"]) for g in wanted}
             full = torch.zeros_like(now["weight"])
             for use, piece in here:
-                assert piece is not None
                 scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))]
                 for g in wanted:
                     self._write(parts[g], small, g, use, piece, scale)
@@ -294,15 +317,38 @@ class Accumulated:
                 full = some.gradients[place].to(full.dtype)
                 for g in wanted:
                     parts[g][0] += full
-            sign, decay, _ = outer(settings)
-            pushed = full * sign + now["weight"] * decay
-            shared = {of: now[of] for of in kind.shared}
-            linear = kind.linear(settings, shared, pushed)
-            linear = at_rest(linear, kind, settings, shared, (now["weight"], now["average"]), full)
-            linear.apply(now["weight"], now["average"], full)
+            if not small:
+                noise = self._noise(number, some, place, here, full)
+                self._fold_rounding(number, kind, settings, full, noise)
+            linear = _update(now, kind, settings, full)
             linear.apply(start["weight"], start["average"], None)
             for g in wanted:
                 linear.apply(held[g][0]["weight"], held[g][0]["average"], parts[g])
+
+    def _noise(
+        self, number: int, some: Updates, place: int, here: Sequence[tuple[Use, Piece]], gradient: Tensor
+    ) -> Tensor | None:
+        """As much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
+        if some.rounded is None or not some.rounded.units[place]:
+            return None
+        passes = _of_passes(here, some.factors[place], gradient)
+        spread = coarse_spread(passes, float(some.rounded.rests[place]), float(some.rounded.units[place]))
+        # The same in a recording that was interrupted and resumed
+        seed = int(some.steps[place]) * len(self._numbers) + number
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
+
+    def _fold_rounding(
+        self, number: int, kind: Kind, settings: dict[str, float], gradient: Tensor, noise: Tensor | None
+    ) -> None:
+        """Take a parameter along whose gradients have noise, from the first one on that has."""
+        states = ("weight", "average", *kind.shared)
+        if f"rounded.{number}.weight" not in self._maps:
+            if noise is None:
+                return
+            self._maps.update({f"rounded.{number}.{of}": self._maps[f"now.{number}.{of}"].clone() for of in states})
+        disturbed = {of: self._maps[f"rounded.{number}.{of}"] for of in states}
+        _update(disturbed, kind, settings, gradient if noise is None else gradient + noise)
 
     def _begin(self, number: int, name: str, kind: Kind) -> None:
         """A parameter and its optimizer state as they were when recording began."""
@@ -313,6 +359,30 @@ class Accumulated:
         states |= {of: first.get(f"state.{name}.{of}", torch.zeros_like(weight)) for of in kind.shared}
         self._maps.update({f"now.{number}.{of}": value.clone() for of, value in states.items()})
         self._maps.update({f"initial.{number}.{of}": states[of].clone() for of in OF})
+
+
+def _of_passes(here: Sequence[tuple[Use, Piece]], factors: Floats, like: Tensor) -> Iterator[Tensor]:
+    """What each backward pass added to a gradient, for each use of the parameter."""
+    for use, piece in here:
+        for backward in np.unique(piece.backwards).tolist():
+            if backward >= len(factors):
+                continue
+            scale = np.where(piece.backwards == backward, factors[backward], 0.0)
+            added = torch.zeros_like(like)
+            own = added[use.rows[0] : use.rows[1]] if use.rows else added
+            own += _written(use, piece, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
+            yield added
+
+
+def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:
+    """Do one update of a parameter and its optimizer state, in place; gives it as a linear map."""
+    sign, decay, _ = outer(settings)
+    pushed = gradient * sign + now["weight"] * decay
+    shared = {of: now[of] for of in kind.shared}
+    linear = kind.linear(settings, shared, pushed)
+    linear = at_rest(linear, kind, settings, shared, (now["weight"], now["average"]), gradient)
+    linear.apply(now["weight"], now["average"], gradient)
+    return linear
 
 
 def _of_step(piece: Piece, step: int) -> Piece | None:
