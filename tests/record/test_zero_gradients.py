@@ -374,7 +374,6 @@ def test_columns_that_hide_a_gradient_are_no_reason_to_refuse_it(tmp_path, monke
     assert set(verdicts) == {"pass"}
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the loops in C are for float32
 def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp_path, dtype):
     """In a wide layer R has one column, and one random key in a hundred is nearly orthogonal to it."""
@@ -392,7 +391,8 @@ def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp
             F.cross_entropy(model(row), torch.zeros(1, dtype=torch.long)).backward()
             optimizer.step()
     assert dualform.open(tmp_path / "run", model).verify().passed
-=======
+
+
 def test_a_bias_before_batch_normalisation_in_another_optimizer_than_its_weight(tmp_path):
     """The bias has no true gradient, so its update stores no slots; the weight's update, which comes later, still has them."""
     torch.manual_seed(0)
@@ -425,4 +425,3 @@ def test_a_micro_batch_whose_gradients_are_zero_keeps_its_rows(tmp_path):
     dual = dualform.open(tmp_path / "run", model)
     assert dual.rows["sample_id"].to_list() == [7, 8]
     assert dual.verify().passed
->>>>>>> fuzzfix

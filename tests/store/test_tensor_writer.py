@@ -61,7 +61,9 @@ def writing(patch, change):
     patch.setattr(tensor_writer, "_write_some", lambda descriptor, data: change(descriptor, data, write))
 
 
-@pytest.mark.parametrize(("size", "most"), [(1000, 1), (1000, 999), (JOINED, 999), (3 * JOINED + 5, 999), (JOINED, 1 << 30)])
+@pytest.mark.parametrize(
+    ("size", "most"), [(1000, 1), (1000, 999), (JOINED, 999), (3 * JOINED + 5, 999), (JOINED, 1 << 30)]
+)
 def test_a_system_that_writes_a_part_at_a_time(tmp_path, monkeypatch, size, most):
     writing(monkeypatch, lambda descriptor, data, write: write(descriptor, data[:most]))
     pieces = np.split(noise((size,)), [0, size // 3, size // 3 + 7, size // 2])
