@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test fuzz check fix bench torture clean
+.PHONY: help demo test fuzz oldest check fix bench torture clean
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -21,6 +21,17 @@ test: $(READY) ## run all tests, two files at a time (ARGS="-k masks" for some o
 
 fuzz: $(READY) ## run the tests with drawn examples on other and more examples than `make test` (again and again, if you like)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile=random $(ARGS)
+
+OLDEST := .venv-oldest
+CORE := tests/store tests/record tests/totals tests/dual tests/query tests/test_cli.py tests/test_recursions.py
+$(OLDEST)/.ready: pyproject.toml paper/pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+		-e '.[demo,evaluate,explorer]' -e ./paper httpx hypothesis pytest pytest-xdist
+	@touch $@
+
+oldest: $(OLDEST)/.ready ## run the tests of the core with the oldest versions that are allowed (Python 3.11)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(CORE) $(ARGS)
 
 check: $(READY) ## format, lint, types and the direction of imports; prints how dense the core is
 	$(BIN)/ruff format --check .
@@ -43,4 +54,4 @@ torture: $(READY) ## kill, damage and starve recordings until the counts of docs
 	$(BIN)/python bench/torture.py all; status=$$?; $(BIN)/python bench/reliability.py; exit $$status
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
