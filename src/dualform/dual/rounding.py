@@ -52,8 +52,11 @@ def weights_floor(dtype: str, updates: int, size: float) -> Floor:
     return Floor(_roundoff(dtype) * math.sqrt(updates) * size)
 
 
-def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor) -> Floor:
-    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more."""
+def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor, draws: int = 1) -> Floor:
+    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more.
+
+    draws: how often noise is drawn where coefficients are matrices, each time with another walk.
+    """
     described = store.manifest.parameters[store.parameter(parameter)]
     if store.manifest.keep != "slots" or store.is_vector(parameter):
         return weights  # the gradients of vectors are kept as they were
@@ -63,7 +66,8 @@ def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floo
         stored = 0.0  # slots are stored as they were
     measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
-        found = _disturbed(store, updates, measured, stored)
+        found = math.hypot(*(_disturbed(store, updates, measured, stored, seed) for seed in range(draws)))
+        found /= math.sqrt(draws)
         return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
     coefficients = walked(updates)
     errors = coefficients.walked.c * measured.residual * measured.size
@@ -113,7 +117,7 @@ def _visits(store: Store, layer: Layer) -> float:
     return max(1.0, store.slots(layer.name) / max(1, store.key_count(layer.name)))
 
 
-def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float) -> float:
+def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float, seed: int) -> float:
     """How far a weight whose coefficients are matrices ends elsewhere if its gradients are disturbed by as much as rounding does.
 
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
@@ -123,7 +127,7 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     disturbed = now.copy()
     sums, squares, of_call = gradients.sum(), gradients.sum(), gradients.sum()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     visits = max(_visits(store, layer) for layer in store.users(updates.parameter))
     for place in range(len(updates.steps)):
         step, settings = gradients.read(place), updates.at(place)
