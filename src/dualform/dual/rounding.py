@@ -23,7 +23,7 @@ from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
 from dualform.store.reader import Store
-from dualform.totals.rounding import coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
 
 BOTH_ROUNDED = math.sqrt(2 / 3)
 """Key and error signal are each off by up to one roundoff, evenly spread."""
@@ -137,7 +137,11 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
         size = float(measured.size[place] if gradients.rows is None else gradient.norm())
         rest = float(measured.residual[place]) * size
         coarse = float(measured.coarse[place])
-        spread = coarse_spread(_of_calls(gradients, step, of_call), rest, coarse) if coarse else _spread(variance, rest)
+        spread = (
+            coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse)
+            if coarse
+            else _spread(variance, rest)
+        )
         spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
         step_on(disturbed, kind, settings, gradient + noise)
@@ -145,12 +149,16 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     return float((disturbed.weight - now.weight).double().norm())
 
 
-def _of_calls(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
-    """What each call of a layer added to the gradient of a step."""
+def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
+    """Squares of what each call of a layer added to the gradient of a step; where it rounds within a call, of what each slot added."""
     for factor, layer, keys, errors, _ in step.slots:
+        within = layer.kind == ROUNDED_WITHIN
         for use in gradients.uses(layer):
-            total.add(layer, use, keys, errors, factor)
-        yield total.taken()
+            if within:
+                total.add(layer, use, keys.squared(), errors.square(), factor**2)
+            else:
+                total.add(layer, use, keys, errors, factor)
+        yield total.taken() if within else total.taken().square()
 
 
 def _spread(variance: Tensor, rest: float) -> Tensor:
