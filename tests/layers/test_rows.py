@@ -337,3 +337,11 @@ def test_fingerprints_do_not_depend_on_the_default_type():
 
 def test_a_layout_has_rows_and_positions():
     assert (Layout((4, 3), 0).rows, Layout((4, 3), 0).positions) == (4, 3)
+
+
+def test_two_rows_that_depend_on_each_other_beside_a_vector_of_zeros():
+    """Behind a batch normalisation and a ReLU: if a row is replaced by the other one, both become zero."""
+    before = np.array([0.0, 0.17])
+    permuted = Experiment(np.array([1, 0]), np.array([0.17, 0.0]))
+    replaced = Experiment(np.array([1, 1]), np.array([0.0, 0.0]))
+    assert decide(readings((2,), 2), before, permuted, [replaced]) == Decision(FIRST)

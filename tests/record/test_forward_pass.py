@@ -678,6 +678,24 @@ def test_equal_rows_of_a_recurrent_layer_have_names(tmp_path):
     assert names == [sample for sample in (0, 0, 1, 2, 3, 4) for _ in range(3)]
 
 
+def test_rows_have_names_after_a_batch_of_equal_rows_before_a_batch_normalisation(tmp_path):
+    """What comes out for equal rows is rounding, which may look like something that all rows share."""
+    torch.manual_seed(0)
+    inputs = torch.randn(9, 6)
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    )
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for batch in ([3, 3], [0, 1], [2, 4]):
+            recorder.batch(sample_id=batch)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[batch]), torch.tensor(batch) % 3).backward()
+            optimizer.step()
+    names, _ = named_slots(tmp_path / "run", "5")
+    assert names[2:] == [0, 1, 2, 4]
+
+
 def test_an_empty_batch_beside_position_ids_that_all_rows_share(tmp_path):
     torch.manual_seed(0)
     model = Words(nn.Linear(4, 4), places=True)

@@ -37,6 +37,8 @@ from dualform.store.reader import Store
 
 FLOORS = 4
 """So many rounding floors may be between a parameter and its dual."""
+DRAWS = 8
+"""So many draws of noise a floor is estimated from, if one of them is not enough."""
 TOTALS_ROUNDING = 64.0
 """So many roundoffs of its movement a parameter may be off whose slots were summed up and not kept."""
 
@@ -327,7 +329,11 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
         return Floor(weights.weights, gradients=math.hypot(TOTALS_ROUNDING * unit * found.movement, coarse))
     if not math.isfinite(found.distance) or found.distance <= FLOORS * weights.total:
         return weights
-    return full_floor(store, name, found.begin, end, weights)
+    floor = full_floor(store, name, found.begin, end, weights)
+    if found.distance <= FLOORS * floor.total:
+        return floor
+    # Where gradients nearly cancel, the Adam family divides noise by noise: one draw may be many times too small
+    return full_floor(store, name, found.begin, end, weights, draws=DRAWS)
 
 
 def _judge(found: _Comparison, floor: Floor) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
 from dualform.store.reader import Store
-from dualform.totals.rounding import coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
 
 BOTH_ROUNDED = math.sqrt(2 / 3)
 """Key and error signal are each off by up to one roundoff, evenly spread."""
@@ -59,15 +59,19 @@ def weights_floor(dtype: str, updates: int, size: float) -> Floor:
     return Floor(_roundoff(dtype) * math.sqrt(updates) * size)
 
 
-def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor) -> Floor:
-    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more."""
+def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor, draws: int = 1) -> Floor:
+    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more.
+
+    draws: how often noise is drawn where coefficients are matrices, each time with another walk.
+    """
     if store.manifest.keep != "slots" or store.is_vector(parameter):
         return weights  # the gradients of vectors are kept as they were
     updates = updates_of(store, parameter, begin=begin, end=end)
     stored = storage_roundoff(store, parameter)
     measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
-        found = _disturbed(store, updates, measured, stored)
+        found = math.hypot(*(_disturbed(store, updates, measured, stored, seed) for seed in range(draws)))
+        found /= math.sqrt(draws)
         return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
     coefficients = walked(updates)
     errors = coefficients.walked.c * measured.residual * measured.size
@@ -117,7 +121,7 @@ def _visits(store: Store, layer: Layer) -> float:
     return max(1.0, store.slots(layer.name) / max(1, store.key_count(layer.name)))
 
 
-def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float) -> float:
+def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float, seed: int) -> float:
     """How far a weight whose coefficients are matrices ends elsewhere if its gradients are disturbed by as much as rounding does.
 
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
@@ -127,7 +131,7 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     disturbed = now.copy()
     sums, squares, of_call = gradients.sum(), gradients.sum(), gradients.sum()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     visits = max(_visits(store, layer) for layer in store.users(updates.parameter))
     for place in range(len(updates.steps)):
         step, settings = gradients.read(place), updates.at(place)
@@ -137,7 +141,11 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
         size = float(measured.size[place] if gradients.rows is None else gradient.norm())
         rest = float(measured.residual[place]) * size
         coarse = float(measured.coarse[place])
-        spread = coarse_spread(_of_calls(gradients, step, of_call), rest, coarse) if coarse else _spread(variance, rest)
+        spread = (
+            coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse)
+            if coarse
+            else _spread(variance, rest)
+        )
         spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
         step_on(disturbed, kind, settings, gradient + noise)
@@ -145,12 +153,16 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     return float((disturbed.weight - now.weight).double().norm())
 
 
-def _of_calls(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
-    """What each call of a layer added to the gradient of a step."""
+def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
+    """Squares of what each call of a layer added to the gradient of a step; where it rounds within a call, of what each slot added."""
     for factor, layer, keys, errors, _ in step.slots:
+        within = layer.kind == ROUNDED_WITHIN
         for use in gradients.uses(layer):
-            total.add(layer, use, keys, errors, factor)
-        yield total.taken()
+            if within:
+                total.add(layer, use, keys.squared(), errors.square(), factor**2)
+            else:
+                total.add(layer, use, keys, errors, factor)
+        yield total.taken() if within else total.taken().square()
 
 
 def _spread(variance: Tensor, rest: float) -> Tensor:

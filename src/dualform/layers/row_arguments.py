@@ -92,6 +92,16 @@ def placements(arguments: Arguments, rows: int, axis: int | None = None) -> list
     return [one for one in dict.fromkeys(candidates) if one.has_rows]
 
 
+def are_rows_equal(arguments: Arguments, placement: Placement) -> bool:
+    """Whether all rows are equal, in every tensor that holds them; False where they are in lists."""
+    if placement.rows_of_lists:
+        return False
+    for tensor, axis in zip(tensors_in(arguments), placement.axes, strict=True):
+        if axis is not None and not torch.equal(tensor, tensor.narrow(axis, 0, 1).expand_as(tensor)):
+            return False
+    return True
+
+
 def length(tensor: Tensor, axis: int) -> int:
     """The length of an axis, or −1 if there is no such axis."""
     return tensor.shape[axis] if axis < tensor.dim() else -1

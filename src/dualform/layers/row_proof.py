@@ -21,10 +21,19 @@ from torch import Tensor, nn
 
 from dualform.layers.found import Arguments
 from dualform.layers.rehearsal import Calls, rehearse
-from dualform.layers.row_arguments import Placement, holds_rows, move_rows, options_in, placements, tensors_in
+from dualform.layers.row_arguments import (
+    Placement,
+    are_rows_equal,
+    holds_rows,
+    move_rows,
+    options_in,
+    placements,
+    tensors_in,
+)
 from dualform.layers.rows import (
     MIXING,
     PLACES,
+    SAME_FOR_ALL_ROWS,
     SHARED,
     Decision,
     Experiment,
@@ -202,6 +211,8 @@ class _Trial:
     before: Calls
     permuted: tuple[RowMap, Calls]
     replaced: Sequence[tuple[RowMap, Calls]]
+    are_rows_equal: bool
+    """Whether all rows of the model's arguments are equal, so that nothing can follow them."""
 
 
 def _make_trial(subject: _Subject, placement: Placement, *, evaluating: bool) -> _Trial:
@@ -212,7 +223,7 @@ def _make_trial(subject: _Subject, placement: Placement, *, evaluating: bool) ->
         replaced = subject.experiment(placement, replacement, evaluating=evaluating)
         if _has_same_shapes(before, replaced[1]):
             break  # else the longest row was replaced, and the model cuts its inputs to the longest
-    return _Trial(before, permuted, [replaced])
+    return _Trial(before, permuted, [replaced], are_rows_equal(subject.arguments, placement))
 
 
 def _has_same_shapes(some: Calls, others: Calls) -> bool:
@@ -252,6 +263,9 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
     if decision.is_proved and decision.where != SHARED and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)
+    if decision.is_proved and decision.where == SHARED and trial.are_rows_equal:
+        # It may be rounding alone, behind a batch normalisation, which does not follow the rows
+        return Decision(SHARED, SAME_FOR_ALL_ROWS, may_differ=True)
     return decision
 
 

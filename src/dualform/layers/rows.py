@@ -413,9 +413,11 @@ def _has_same_vectors(before: Fingerprints, permuted: Experiment) -> bool:
 def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
     """Whether rows depend on each other: more vectors change than those of the replaced rows, which are about half of them.
 
-    Not all of them need to: a vector of zeros behind a ReLU may stay what it is.
+    Not all of them need to, and vectors that stay zero say nothing: behind a ReLU they may belong to replaced rows.
     """
-    is_changed = _is_changed(before, replaced)
+    tolerance = ROUNDING * _root_mean_square(before)
+    is_zero = (np.abs(before) <= tolerance) & (np.abs(replaced.numbers) <= tolerance)
+    is_changed = _is_changed(before, replaced)[~is_zero]
     return bool(is_changed.size) and float(is_changed.mean()) >= MIXING_SHARE
 
 

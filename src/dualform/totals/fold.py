@@ -8,7 +8,7 @@ itself need not be run step by step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, outer, walk_back
 from dualform.store.format import Grouping, Manifest
-from dualform.totals.rounding import coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -331,8 +331,11 @@ class Accumulated:
         """As much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
         if some.rounded is None or not some.rounded.units[place]:
             return None
-        passes = _of_passes(here, some.factors[place], gradient)
-        spread = coarse_spread(passes, float(some.rounded.rests[place]), float(some.rounded.units[place]))
+        name = self._manifest.parameters[number].name
+        users = [layer for layer in self._manifest.layers if any(use.parameter == name for use in layer.uses)]
+        within = any(layer.kind == ROUNDED_WITHIN for layer in users)
+        squares = _squares_of_parts(here, some.factors[place], gradient, within=within)
+        spread = coarse_spread(squares, float(some.rounded.rests[place]), float(some.rounded.units[place]))
         # The same in a recording that was interrupted and resumed
         seed = int(some.steps[place]) * len(self._numbers) + number
         generator = torch.Generator().manual_seed(seed)
@@ -361,17 +364,22 @@ class Accumulated:
         self._maps.update({f"initial.{number}.{of}": states[of].clone() for of in OF})
 
 
-def _of_passes(here: Sequence[tuple[Use, Piece]], factors: Floats, like: Tensor) -> Iterator[Tensor]:
-    """What each backward pass added to a gradient, for each use of the parameter."""
+def _squares_of_parts(
+    here: Sequence[tuple[Use, Piece]], factors: Floats, like: Tensor, *, within: bool
+) -> Iterator[Tensor]:
+    """Squares of what each backward pass added to a gradient, for each use of the parameter; within: of what each slot added."""
     for use, piece in here:
+        assert piece.errors is not None
+        part = replace(piece, keys=piece.keys.squared(), errors=piece.errors.square()) if within else piece
         for backward in np.unique(piece.backwards).tolist():
             if backward >= len(factors):
                 continue
-            scale = np.where(piece.backwards == backward, factors[backward], 0.0)
+            factor = factors[backward] ** 2 if within else factors[backward]
+            scale = np.where(piece.backwards == backward, factor, 0.0)
             added = torch.zeros_like(like)
             own = added[use.rows[0] : use.rows[1]] if use.rows else added
-            own += _written(use, piece, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
-            yield added
+            own += _written(use, part, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
+            yield added if within else added.square()
 
 
 def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:

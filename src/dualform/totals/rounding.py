@@ -8,16 +8,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+ROUNDED_WITHIN = "recurrent"
+"""The kind of layers that round within a call: at each time, and an LSTM inside its one operation."""
 
-def coarse_spread(calls: Iterable[Tensor], rest: float, unit: float) -> Tensor:
-    """The variance of each entry of a gradient that was rounded to 16 bits, call by call; the calls may cancel.
 
-    calls: what each of them added to the gradient; rest: how far it is off in all, as a norm; unit: the unit roundoff of the 16-bit type.
+def coarse_spread(squares: Iterable[Tensor], rest: float, unit: float) -> Tensor:
+    """The variance of each entry of a gradient that was rounded to 16 bits in parts, which may cancel.
+
+    squares: of what each part added to the gradient: a call of a layer, or, where it rounds within a call, a slot. rest: how far the
+    gradient is off in all, as a norm; unit: the unit roundoff of the 16-bit type.
     """
     total = torch.zeros(())
-    for call in calls:
-        total = total + call.square()
+    for part in squares:
+        total = total + part
     norm = math.sqrt(float(total.sum()))
-    # Numbers that are rounded are off by up to one unit, evenly spread. What was found is more if sums within a call were rounded, too
+    # Numbers that are rounded are off by up to one unit, evenly spread. What was found may be more
     relative = max(unit / math.sqrt(3), rest / norm if norm else 0.0)
     return total * relative**2
