@@ -23,6 +23,9 @@ from dualform.store.slots import SlotChunk
 PRODUCTS = 8
 """So many are added up in the type they are computed in, before they go to float64."""
 
+PRODUCT_SLOTS = 512
+"""So many slots are summed in one product: about as many as in a step of training, so that ours rounds no more than the training's."""
+
 Reached = dict[str, tuple[int, Moment]]
 """By parameter: after which step, and what it is there."""
 
@@ -150,7 +153,10 @@ def _some(
             yield Vectors(errors[:0]), scale.T @ errors
         else:
             errors = chunk.some_errors(places, rooms[0], scale)
-            yield Vectors(chunk.some_keys(places, rooms[1])), errors
+            keys = Vectors(chunk.some_keys(places, rooms[1]))
+            for low in range(0, len(errors), PRODUCT_SLOTS):
+                part = slice(low, low + PRODUCT_SLOTS)
+                yield keys.some(part), errors[part]
 
 
 def _all(
