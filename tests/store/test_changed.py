@@ -198,6 +198,7 @@ def test_the_error_is_a_store_error():
     assert not issubclass(StoreChangedError, StoreDamagedError)
 
 
+@pytest.mark.filterwarnings("ignore:resume. the optimizer has no momentum")
 def test_a_run_that_is_resumed_again_and_again_at_the_same_step(run):
     """The first to go on writes the snapshot of that step, which all others keep."""
     data = resuming.manifest(run, 7)
