@@ -1,9 +1,7 @@
 """One compiled loop against the plain way: encode_all, and products in float64."""
 
-import ctypes
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,11 +42,6 @@ def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: boo
     return found
 
 
-def at(address: int, shape: tuple[int, ...]) -> Any:
-    """What is in memory there."""
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_double)), shape)
-
-
 @settings(deadline=None)
 @given(
     count=st.integers(0, 40),
@@ -81,8 +74,7 @@ def test_it_stores_and_adds_what_the_plain_way_does(
     size, seen, whole = (float(vectors.norm()) for vectors in (errors, projected, keys))
     scales = size * max(seen, whole), size * count**0.5
     parts = (wanted[:-1].T, bound[:-1].T, scales[0]), (wanted[-1:].T, bound[-1:].T, scales[1])
-    for (_, added, scale, place), (its_wanted, its_bound, its_scale) in zip(found.added(), parts, strict=True):
-        assert (at(place, added.shape) == added).all()
+    for (_, added, scale), (its_wanted, its_bound, its_scale) in zip(found.added(), parts, strict=True):
         assert (torch.from_numpy(added).view(its_wanted.shape) - its_wanted).abs().le(1e-5 * its_bound).all()
         assert scale == pytest.approx(its_scale, rel=1e-4, abs=1e-5 * size * whole)
 
@@ -136,7 +128,7 @@ def test_error_signals_may_be_left_out() -> None:
     keys, errors, random = drawn(20, 30, 7, 2)
     found = taken(keys, errors, random, kept=False)
     assert found.error_copy is None
-    assert all(added.any() for _, added, *_ in found.added())
+    assert all(added.any() for _, added, _ in found.added())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
         assert copy is None or (copy.slab is not None and copy.slab.out == 2)  # nothing was kept of it
     assert before.taken
     assert after.taken
-    for (_, once, *_), (_, twice, *_) in list(zip(before.added(), after.added(), strict=True))[:1]:
+    for (_, once, _), (_, twice, _) in list(zip(before.added(), after.added(), strict=True))[:1]:
         assert twice == pytest.approx(2 * once)
 
 
@@ -181,7 +173,7 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
             assert theirs is not None
             assert torch.equal(mine.data, theirs.data)
             assert mine.exponents is theirs.exponents is None or torch.equal(mine.exponents, theirs.exponents)
-        for (_, mine, scale, _), (_, theirs, its_scale, _) in zip(one.added(), other.added(), strict=True):
+        for (_, mine, scale), (_, theirs, its_scale) in zip(one.added(), other.added(), strict=True):
             assert mine == pytest.approx(
                 theirs, rel=1e-6, abs=1e-5 * float(one.errors.norm()) * (1 + float(one.keys.norm()))
             )
@@ -195,7 +187,9 @@ def test_calls_that_come_together_again_share_memory_that_comes_back(threads: in
     taker = Taker(dtype, pool)
     layers = [drawn(12, width, outputs, 1, seed=width) for width, outputs in ((40, 7), (7, 5), (5, 3))]
     hows = [slots(*one).how for one in layers]
-    generator, rooms, out = torch.Generator().manual_seed(0), set(), []
+    generator = torch.Generator().manual_seed(0)
+    copies = set()
+    out: list[list[Slots]] = []
     for number in range(200):
         chosen = [0, 1, 2] if number % 17 else [2, 0]
         counts = [12, 12, 12] if number % 13 else [12, 5, 12]
@@ -206,8 +200,7 @@ def test_calls_that_come_together_again_share_memory_that_comes_back(threads: in
             shift = torch.rand(1, generator=generator)
             calls.append(Slots(keys[:count] + shift, errors[:count] - shift, hows[place], may_repeat=place == 0))
         assert taker.take(calls)
-        if taker.room is not None:
-            rooms.add(id(taker.room))
+        copies.add(calls[0].key_copy.data.data_ptr())
         out.append(calls)
         for done in out[:-5] if number % 3 else []:
             for call in done:
@@ -220,4 +213,4 @@ def test_calls_that_come_together_again_share_memory_that_comes_back(threads: in
                 assert its is not None
                 assert torch.equal(mine.data, its.data)
                 assert mine.exponents is its.exponents is None or torch.equal(mine.exponents, its.exponents)
-    assert 0 < len(rooms) < 100
+    assert len(copies) < 150

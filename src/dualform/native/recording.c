@@ -8,7 +8,6 @@ enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encodin
 enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
 enum { SLACK = 64 };                           /* as in record/audit.py */
 static const double UNDERFLOW_BOUND = 1e-35;   /* UNDERFLOW there */
-static const int64_t CHANGED = (int64_t)1 << 32; /* as in record/looks.py */
 
 /* The nearest float16, ties to even; |x| < 65520. */
 static inline uint16_t half(float x) {
@@ -122,8 +121,7 @@ typedef struct {
     double *known;          /* what it is to be compared with, or NULL */
     int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
     double scale, roundoff; /* a bound on the absolute terms of what is known, as an audit.Link has it, and the parameter's unit
-                               roundoff. roundoff 0: no verdict is wanted; a part is the same if no more than `scale` is between what
-                               is seen and what is known, squared */
+                               roundoff; roundoff 0: no verdict is wanted */
     /* Found by looks(): its first row, and how many there are */
     int64_t first, some;
 } Look;
@@ -137,7 +135,6 @@ typedef struct {
     int16_t *key_exponents;
     char *stored_errors;
     int16_t *error_exponents;
-    Look *weight, *bias; /* at their gradients, which these slots are to explain; NULL: nobody looks */
     double *sums;
 } Call;
 
@@ -199,12 +196,6 @@ static void shares(void *what, int64_t low, int64_t high, int part) {
     }
 }
 
-static void expect(Look *look, double *known, double scale) {
-    if (!look) return;
-    look->known = known;
-    look->scale = scale;
-}
-
 /* Whether the squares of a call's error signals vanish in float32, so that their norm says nothing. */
 static int vanishes(const Call *s, double norm) {
     return norm < 1e-15 && largest(s->errors, s->n * s->d_out) > 0;
@@ -231,13 +222,11 @@ int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
     for (int64_t part = 1; part < all.threads; part++)
         for (int64_t i = 0; i < all.size; i++) sums[i] += sums[part * all.size + i];
     for (const Call *s = calls; s < calls + count; s++) {
-        double *bias = s->sums + s->k * s->d_out, *norms = bias + s->d_out;
+        double *norms = s->sums + (s->k + 1) * s->d_out;
         const double errors = sqrt(norms[0]), seen = sqrt(norms[1]), keys = sqrt(norms[2]);
         norms[0] = vanishes(s, errors) ? INFINITY : errors;
         norms[1] = keys > seen ? keys : seen;
         norms[2] = sqrt((double)s->n);
-        expect(s->weight, s->sums, errors * norms[1]);
-        expect(s->bias, bias, errors * norms[2]);
         odd += !isfinite(norms[0]);
     }
     return odd;
@@ -311,7 +300,7 @@ LOOP double apart(int64_t n, const double *restrict x, double ratio, const doubl
     return sum;
 }
 
-enum { VERDICT = 5 }; /* as in record/looks.py */
+enum { VERDICT = 5 }; /* as in record/projections.py */
 
 /* How a single backward pass explains a gradient, as audit.explain has it: its factor; the residual; whether what remains is rounding; the
    norm of the gradient; the signal. seen, added: the gradient and what the pass has added, through R. */
@@ -339,11 +328,8 @@ static void explain(int64_t n, const double *seen, const double *added, double s
 }
 
 /* matrix @ R of each goes to out. found (count, VERDICT), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
-   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at; of one that is the same, ‖x − y‖² is told as 0, and
-   known is what was seen from now on. kept: where those vectors of which a verdict is wanted are copied to, one after the other, or NULL.
-   Gives how many verdicts are not the ordinary one: explained, by a factor that means something (nothing known explains nothing); and
-   how many parts are not the same, times CHANGED. */
-int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads, float *kept) {
+   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at. Gives how many parts are not what is known. */
+int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
     int64_t products = 0;
     for (Look *look = looks; look < looks + count; look++) {
         const int64_t rows = look->matrix ? look->rows : 0, from = look->turns ? turn % look->turns * look->part : 0;
@@ -354,76 +340,16 @@ int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t tu
     }
     Looks all = {count, looks, out};
     in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
-    int64_t unusual = 0;
+    int64_t changed = 0;
     for (const Look *look = looks; look < looks + count; look++, found += VERDICT) {
         const int64_t n = look->known ? look->some * look->k : 0;
         const double *seen = out + look->at;
-        double *known = look->known ? look->known + look->first * look->k : NULL;
+        const double *known = look->known ? look->known + look->first * look->k : NULL;
         if (known && look->roundoff != 0)
             explain(n, seen, known, look->scale, look->roundoff, found);
         else
             compare_sums(n, seen, known, found);
-        if (look->roundoff != 0) unusual += !(known && found[0] != 0 && found[2] && found[4] > 1);
-        if (kept && look->roundoff != 0 && !look->random) {
-            if (look->matrix) memcpy(kept, look->matrix, sizeof(float) * (size_t)look->rows);
-            kept += look->rows;
-        }
-        if (!look->turns) continue;
-        if (found[3] <= look->scale) {
-            found[3] = 0;
-            if (n) memcpy(known, seen, sizeof(double) * (size_t)n);
-        } else
-            unusual += CHANGED;
+        changed += look->turns && found[3] != 0; /* what is seen again is the same to the last bit */
     }
-    return unusual;
-}
-
-/* A parameter on its way: what SGD makes of it, seen through R. */
-typedef struct {
-    int64_t n;
-    double *weight, *buffer;
-    const double *gradient, *mixed;
-    double slack; /* what may be between it and what it is, relative to its size, squared */
-    double *bound;
-    double lr, weight_decay, maximize, momentum, dampening, nesterov, fresh; /* its settings in this update, as PyTorch names them */
-    double peak; /* how large it, or its step, has been lately */
-} Walk;
-
-/* One of them. sums: of step², weight² and weight × mixed. */
-LOOP void walk(int64_t n, double *restrict weight, double *restrict buffer, const double *restrict gradient, const double *restrict mixed,
-               const Walk *restrict w, double sums[3]) {
-    const double sign = w->maximize != 0 ? -1 : 1, decay = w->weight_decay, lr = w->lr, momentum = w->momentum;
-    const int moves = momentum != 0, fresh = w->fresh != 0, nesterov = w->nesterov != 0;
-    /* the buffer is kept × the old one + new × the step; the weight goes by straight × the step + along × the buffer */
-    const double kept = fresh ? 0 : momentum, new = fresh ? 1 : 1 - w->dampening;
-    const double straight = !moves || nesterov, along = !moves ? 0 : nesterov ? momentum : 1;
-    double own[3][WIDE] = {{0}};
-    for (int64_t i = 0; i < n; i += WIDE) {
-        const int some = n - i < WIDE ? (int)(n - i) : WIDE;
-        for (int j = 0; j < some; j++) {
-            double step = sign * gradient[i + j] + decay * weight[i + j];
-            const double next = new * step + (fresh ? 0 : kept * buffer[i + j]);
-            buffer[i + j] = moves ? next : buffer[i + j];
-            step = lr * (straight * step + along * next);
-            const double here = weight[i + j] -= step;
-            own[0][j] += step * step;
-            own[1][j] += here * here;
-            own[2][j] += here * mixed[i + j];
-        }
-    }
-    for (int sum = 0; sum < 3; sum++) {
-        sums[sum] = 0;
-        for (int j = 0; j < WIDE; j++) sums[sum] += own[sum][j];
-    }
-}
-
-/* Each parameter after an update by SGD, as it must be to rounding; fingerprints (count) are mixed · weight of each. */
-void walked(int64_t count, Walk *walks, double *fingerprints) {
-    for (Walk *w = walks; w < walks + count; w++) {
-        double sums[3];
-        walk(w->n, w->weight, w->buffer, w->gradient, w->mixed, w, sums);
-        w->peak = fmax(0.75 * w->peak, fmax(sums[1], sums[0]));
-        *w->bound = w->slack * w->peak;
-        *fingerprints++ = sums[2];
-    }
+    return changed;
 }

@@ -15,25 +15,22 @@ from operator import is_
 from types import FrameType, MappingProxyType
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError, UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.ledger import Held, LayerLedger, Ledger, ModuleLedger
-from dualform.record.looks import Looks
+from dualform.record.ledger import LayerLedger, Ledger, ModuleLedger
 from dualform.record.optimizers import Numbers, Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
+from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 from dualform.store import records
 from dualform.store.format import NO_ROW, Mark
 
-EDITED = (
-    "was changed {when} by something else than its optimizer (load_state_dict, .data, an average of weights, a "
-    "constraint), or its gradient by a hook that runs after the recorder's"
-)
+EDITED = "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of weights, a constraint)"
+EDITED_GRADIENT = "had its gradient changed by an optimizer hook that runs after the recorder's, so its slots do not explain its update"
 REPLACED = "had its optimizer state replaced since the last step (optimizer.load_state_dict)"
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
@@ -120,9 +117,8 @@ class Update:
     layers: list[LayerLedger] = field(default_factory=list)
     parameters: list[ParameterLedger] = field(default_factory=list)
     """What it takes out of the ledger: modules that need a new batch() call, slots, and what backward passes added to gradients."""
-    held: Held | None = None
-    foretold: bool = False
-    """Whether it is known what SGD will make of the gradients."""
+    gradients: list[tuple[ParameterLedger, Tensor, int]] = field(default_factory=list)
+    """The gradients that it was audited with, with PyTorch's counts of their changes."""
     edited: bool = False
     """Whether something else has changed weights or optimizer state before it (and on_unexplained="mark")."""
     has_returned: bool = False
@@ -146,13 +142,9 @@ class _Watched:
     """… and those that are not."""
     parts: list[tuple[Any, int, int]]
     """Its groups, the first of the recorded parameters of each, and the one after the last."""
-    looks: Looks
+    projections: Projections
     numbers: list[int]
     """Of the parameters."""
-    modules: list[ModuleLedger]
-    """Those that use them, …"""
-    whole: bool
-    """… and whether they use nothing else."""
     all_state: list[Any] = field(default_factory=list)
     """The state of all parameters that the optimizer has one of, …"""
     state: list[dict[str, Any]] = field(default_factory=list)
@@ -163,6 +155,8 @@ class _Watched:
     """The numbers of each group before the last update, …"""
     settings: list[Numbers] = field(default_factory=list)
     """… and what they come to for each parameter; most of the time the next update has the same."""
+    gradient_edits: list[ParameterLedger] = field(default_factory=list)
+    """The parameters whose gradients were changed between the audit and the last update."""
 
 
 class Books:
@@ -183,7 +177,7 @@ class Books:
         for number in range(len(self._optimizers)):
             watched = self._watch(number)
             for group, first, end in watched.parts:
-                for ledger in watched.looks.ledgers[first:end]:
+                for ledger in watched.projections.ledgers[first:end]:
                     yield ledger, group
 
     def _watch(self, number: int) -> _Watched:
@@ -204,20 +198,17 @@ class Books:
                 first = len(ledgers)
                 ledgers += [parameters[id(one)] for one in group["params"] if id(one) in parameters]
                 parts.append((group, first, len(ledgers)))
-            modules = [one for one in self._ledger.modules if any(p in ledgers for p in one.parameters)]
-            whole = all(p in ledgers for one in modules for p in one.parameters)
-            looks, numbers = Looks(ledgers), [ledger.number for ledger in ledgers]
+            projections = Projections(ledgers)
+            numbers = [ledger.number for ledger in ledgers]
             others = [one for one in now if id(one) not in parameters]
-            watched = _Watched(len(parameters), list(groups), now, others, parts, looks, numbers, modules, whole)
+            watched = _Watched(len(parameters), list(groups), now, others, parts, projections, numbers)
             if known is not None:
-                self._ledger.take_apart()  # what it is to explain was told to others than these looks
-                known.looks.hand_out()
+                known.projections.hand_out()
                 watched.states = [
                     (ledgers.index(ledger), name, value, version)
                     for place, name, value, version in known.states
-                    if (ledger := known.looks.ledgers[place]) in ledgers
+                    if (ledger := known.projections.ledgers[place]) in ledgers
                 ]
-            looks.attach()
             known, self._regrouped = watched, True
             self._watched[number] = watched
         return known
@@ -240,7 +231,7 @@ class Books:
         for number, replay in enumerate(self._replays):
             watched = self._watch(number)
             names = () if replay is None else replay.state
-            for ledger, state in zip(watched.looks.ledgers, self._state(number, watched), strict=True):
+            for ledger, state in zip(watched.projections.ledgers, self._state(number, watched), strict=True):
                 tensors = {name: value for name in names if isinstance(value := state.get(name), Tensor)}
                 counters = {name: float(state[name]) for name in COUNTED_AS if replay is not None and name in state}
                 yield WatchedParameter(ledger, self._kind(number), names, tensors, counters)
@@ -263,7 +254,7 @@ class Books:
         now = list(state.values())
         if len(watched.state) != len(watched.numbers) or not _same(now, watched.all_state):
             # In this order: an exception in between must not make the old states pass for the new ones
-            watched.state = [state.get(ledger.parameter, {}) for ledger in watched.looks.ledgers]
+            watched.state = [state.get(ledger.parameter, {}) for ledger in watched.projections.ledgers]
             watched.all_state = now
         return watched.state
 
@@ -277,13 +268,12 @@ class Books:
         found: dict[str, tuple[ParameterLedger, str]] = {}
         for number in range(len(self._optimizers)):
             watched = self._watched[number] if number in looked else self._watch(number)
-            if not (looked[number] if number in looked else watched.looks.unchanged()):
-                found |= {
-                    ledger.name: (ledger, _edited(ledger)) for ledger in watched.looks.ledgers if ledger.changed()
-                }
+            if not (looked[number] if number in looked else watched.projections.unchanged()):
+                found |= {ledger.name: (ledger, EDITED) for ledger in watched.projections.ledgers if ledger.changed()}
             found |= {
                 ledger.name: found.get(ledger.name, (ledger, REPLACED)) for ledger in self._replaced(number, watched)
             }
+            found |= {ledger.name: (ledger, EDITED_GRADIENT) for ledger in watched.gradient_edits}
         return found
 
     def _replaced(self, number: int, watched: _Watched) -> Iterator[ParameterLedger]:
@@ -297,36 +287,36 @@ class Books:
         for place, name, value, version in now:
             before, counted = known.pop((place, name), (None, 0))
             if value is not before or version != counted:
-                yield watched.looks.ledgers[place]
+                yield watched.projections.ledgers[place]
         if KINDS[replay.kind].elementwise:  # SGD begins afresh without its buffer, which is written down
-            yield from (watched.looks.ledgers[place] for place, _ in known)
+            yield from (watched.projections.ledgers[place] for place, _ in known)
 
     def _settle_changes(self, update: Update, looked: Mapping[int, bool]) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
         for name, (ledger, how) in self.changes(looked).items():
             update.edited = True
             self._complain(update.step.record, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before "
-                           f"such a change and begin a new one after it", unseen=ledger.unseen)  # fmt: skip
+                           f"such a change and begin a new one after it")  # fmt: skip
 
     def remember(self, number: int | None = None) -> None:
         """Remember what parameters and optimizer state look like now: of one optimizer, or (default) of all."""
         for one in range(len(self._optimizers)) if number is None else [number]:
-            self._remember(one, foretold=False)
+            self._remember(one)
 
     def remember_after(self, update: Update) -> None:
         """Remember what an update has made of them, and write it down. Doing so again changes nothing."""
-        # What is foretold may be gone through only once
-        foretold, update.foretold = update.foretold, False
+        self._watched[update.optimizer].gradient_edits = [
+            ledger for ledger, gradient, version in update.gradients if gradient._version != version
+        ]
         numbers = range(len(self._optimizers)) if update.edited else [update.optimizer]
         for number in numbers:
-            fingerprints = self._remember(number, foretold=foretold and number == update.optimizer)
-            update.step.record.after.update(fingerprints)
+            update.step.record.after.update(self._remember(number))
 
-    def _remember(self, number: int, *, foretold: bool) -> dict[int, float]:
+    def _remember(self, number: int) -> dict[int, float]:
         """Look at an optimizer's parameters; return a fingerprint of each, by its number."""
         watched = self._watched.get(number) or self._watch(number)
         watched.states = self._tensors(number, watched)
-        fingerprints = watched.looks.remember(watched.settings if foretold else None, watched.state)
+        fingerprints = watched.projections.remember()
         return dict(zip(watched.numbers, fingerprints, strict=True))
 
     # A step
@@ -345,31 +335,32 @@ class Books:
         others = [(one, one._version) for one in watched.others]
         update = Update(number, step, within, self._ledger.last_task, others)
         step.updated_by |= {number}
-        looks, optimizer, replay = watched.looks, self._optimizers[number], self._replays[number]
-        gradients = [parameter.grad for parameter in looks.parameters]
-        held = self._held(watched)
-        links = None if held else [_only_pass(ledger) for ledger in looks.ledgers]
-        usual, same = looks.before_update(gradients, links)
+        projections = watched.projections
+        gradients = [parameter.grad for parameter in projections.parameters]
+        same = projections.before_update(gradients, [_only_pass(ledger) for ledger in projections.ledgers])
         self._settle_changes(update, {number: same})
+        update.gradients = self._audited_gradients(watched)
         settings = self._settings(number, watched)
-        scale = getattr(optimizer, "grad_scale", None)  # a loss scaler may leave the division to a fused optimizer
-        by_sgd = replay is not None and replay.kind == "sgd" and scale is None and not update.edited
-        update.foretold = by_sgd and (usual or all(one is not None for one in gradients))
-        if usual and scale is None:
-            if held is not None:
-                self._write_held(update, watched, settings, held)
-                return update
-            if watched.whole and self._write_single(update, watched, settings):
-                return update
-        self._ledger.take_apart()
-        audited = list(self._audit(step.record, looks, gradients, settings))
+        audited = list(self._audit(step.record, projections, gradients, settings))
+        # A loss scaler may leave the division to a fused optimizer
+        scale = getattr(self._optimizers[number], "grad_scale", None)
         self._write(update, audited, 1 / float(scale or 1.0))
         return update
 
+    @staticmethod
+    def _audited_gradients(watched: _Watched) -> list[tuple[ParameterLedger, Tensor, int]]:
+        """The gradients that the coming update is made of. Fused optimizers count as changes what they only read."""
+        ledgers = watched.projections.ledgers
+        return [
+            (ledger, gradient, gradient._version)
+            for group, first, end in watched.parts
+            if not group.get("fused")
+            for ledger in ledgers[first:end]
+            if (gradient := ledger.parameter.grad) is not None
+        ]
+
     def consume(self, update: Update) -> None:
         """Take the slots of an update out of the ledger. Doing so again changes nothing."""
-        if update.held is not None and self._ledger.held is update.held:
-            self._ledger.held = None
         for layer in update.layers:
             waiting = self._waiting_tasks(layer, update)
             layer.forget({task for task in layer.tasks() if task <= update.last_task and task not in waiting})
@@ -392,20 +383,6 @@ class Books:
             layer.consumed.extend(tasks.difference(layer.consumed))
         self._ledger.rows.forget_news(step.record.row_evidence)
 
-    def _held(self, watched: _Watched) -> Held | None:
-        """The ordinary pass that was kept, if it went through all layers that are updated, and no others."""
-        held = self._ledger.held
-        if (
-            held is not None
-            and watched.whole
-            and len(held.calls) == len(watched.modules)
-            and [module.seen_in for module in watched.modules].count(held.task) == len(held.calls)
-            and len(self._optimizers) == 1
-        ):
-            return held
-        self._ledger.take_apart()
-        return None
-
     def _settings(self, number: int, watched: _Watched) -> list[dict[str, float]]:
         """Those of each parameter: the very same as of the last update, if they are."""
         replay, state = self._replays[number], self._state(number, watched)
@@ -417,47 +394,6 @@ class Books:
             watched.settings = [{**shared, **own} for shared, owns in read for own in owns]
             watched.read = read
         return watched.settings
-
-    def _write_held(self, update: Update, watched: _Watched, settings: list[dict[str, float]], held: Held) -> None:
-        """Write down an update by an ordinary pass."""
-        record = update.step.record
-        record.blocks += held.blocks(update.step.row_of(held.batch))
-        update.held, update.modules = held, watched.modules
-        self._write_factors(update, watched, settings, [])
-        room = held.room
-        if room is not None:  # always as much
-            room.nbytes = record.nbytes = room.nbytes or record.nbytes
-
-    def _write_single(self, update: Update, watched: _Watched, settings: list[dict[str, float]]) -> bool:
-        """Write down an update by the gradients of a single backward pass, of whole layers; False: it is none."""
-        step = update.step
-        tasks = {ledger.links[0].task for ledger in watched.looks.ledgers}
-        if len(tasks) != 1 or not tasks.isdisjoint(step.backward_of):
-            return False
-        [task] = tasks
-        for module in watched.modules:
-            for layer in module.layers:
-                self._store(layer, task, step)
-                update.layers.append(layer)
-        update.modules, update.parameters = watched.modules, watched.looks.ledgers
-        earlier = [0.0] * step.backward_of.setdefault(task, len(step.backward_of))
-        self._write_factors(update, watched, settings, earlier)
-        return True
-
-    def _write_factors(
-        self, update: Update, watched: _Watched, settings: list[dict[str, float]], earlier: list[float]
-    ) -> None:
-        """Write down what was found for each parameter. earlier: the factors of passes before the one that was looked at."""
-        found = watched.looks.factors()
-        factors, residuals = found[:, :1], found[:, 1]
-        if earlier:
-            factors = np.concatenate([np.tile(earlier, (len(found), 1)), factors], 1)
-        kept = watched.looks.vectors() if self._keep != "keys" else [None] * len(found)  # a vector is seen as it is
-        sizes = watched.looks.sizes()
-        kind = self._kind(update.optimizer)
-        update.step.record.updates.append(
-            records.Update(kind, watched.numbers, settings, factors, residuals, sizes, kept)
-        )
 
     def _write(self, update: Update, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
@@ -499,11 +435,15 @@ class Books:
         return not ledger.is_matrix and self._keep != "keys"
 
     def _audit(
-        self, step: records.Step, looks: Looks, gradients: list[Tensor | None], settings: list[dict[str, float]]
+        self,
+        step: records.Step,
+        projections: Projections,
+        gradients: list[Tensor | None],
+        settings: list[dict[str, float]],
     ) -> Iterator[_Audited]:
         """Do the slots explain the gradients that were looked at?"""
         audited = []
-        for place, (ledger, gradient) in enumerate(zip(looks.ledgers, gradients, strict=True)):
+        for place, (ledger, gradient) in enumerate(zip(projections.ledgers, gradients, strict=True)):
             if gradient is None:
                 continue
             links = [link for link in ledger.links if link.counted]
@@ -511,13 +451,13 @@ class Books:
             units = [ledger.bound_coarse_error(link) for link in links if link.coarse_dtype is not None]
             if units:
                 own = {**own, "autocast": max(units)}
-            verdict = looks.verdict(place)
+            verdict = projections.verdict(place)
             if not all(link.audited for link in links):
                 verdict = audit.unaudited(links)
             elif verdict is None or not verdict.determined:  # the compiled loop knows nothing of other gradients
-                verdict = audit.explain(links, looks.seen(place), ledger.roundoff)
+                verdict = audit.explain(links, projections.seen(place), ledger.roundoff)
             audited.append((place, _Audited(ledger, gradient, links, verdict, own)))
-        _share_factors(looks, audited)
+        _share_factors(projections, audited)
         for _, one in audited:
             if not one.verdict.explained:
                 self._unexplained(step, one.ledger, one.verdict, one.links)
@@ -576,8 +516,7 @@ class Books:
     def _layers_of(self, ledger: ParameterLedger) -> list[LayerLedger]:
         return [layer for layer in self._ledger.layers if any(p is ledger for _, p in layer.uses)]
 
-    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str, unseen: int = 0) -> None:
-        """unseen: so many updates before the last one it may have happened already."""
+    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str) -> None:
         layers = [layer.layer.name for layer in self._layers_of(ledger)]
         if self._on_unexplained == "raise":
             raise UnexplainedError(
@@ -585,7 +524,7 @@ class Books:
                 f'from here, record with on_unexplained="mark".'
             )
         for layer in layers:
-            step.marks.setdefault(layer, Mark(max(0, step.number - unseen), what))
+            step.marks.setdefault(layer, Mark(step.number, what))
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
@@ -598,10 +537,6 @@ def _is_unchanged(now: tuple[int, str, Tensor, int], before: tuple[int, str, Ten
     return now[2] is before[2] and now[3] == before[3]
 
 
-def _edited(ledger: ParameterLedger) -> str:
-    return EDITED.format(when=f"within the last {ledger.unseen + 1} steps" if ledger.unseen else "since the last step")
-
-
 def _only_pass(ledger: ParameterLedger) -> Link | None:
     """The only backward pass that has added to a gradient, in the parameter's own type; None: there are others, or none."""
     links = ledger.links
@@ -611,10 +546,10 @@ def _only_pass(ledger: ParameterLedger) -> Link | None:
     return link if link.counted and link.audited and link.coarse_dtype is None else None
 
 
-def _share_factors(looks: Looks, audited: list[tuple[int, _Audited]]) -> None:
+def _share_factors(projections: Projections, audited: list[tuple[int, _Audited]]) -> None:
     """Let gradients that do not tell well by what they were scaled take the factor of those that do.
 
-    looks: at the gradients, each given with its place there.
+    projections: of the gradients, each given with its place there.
     """
     verdicts = [one.verdict for _, one in audited]
     audit.share_factors(verdicts)
@@ -624,7 +559,7 @@ def _share_factors(looks: Looks, audited: list[tuple[int, _Audited]]) -> None:
             continue
         # It is nothing but rounding, as that of a bias before a normalisation is
         for factor in likely:
-            one.verdict = audit.explain(one.links, looks.seen(place), one.ledger.roundoff, last_factor=factor)
+            one.verdict = audit.explain(one.links, projections.seen(place), one.ledger.roundoff, last_factor=factor)
             if one.verdict.explained:
                 break
 

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.native.arena import Arena
-from dualform.native.kernels import kernels
+from dualform.native.kernels import address, kernels
 from dualform.record.parameters import ParameterLedger
 from dualform.record.silent import silent_slots
 from dualform.store.encoding import TORCH, Encoded, Part, Pool, Stream
-from dualform.store.records import Block, Bools
+from dualform.store.records import Bools
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 NOWHERE = (0, 0)
-FIELDS = 14
+FIELDS = 12
 """So many numbers the loop is told of a call."""
 
 
@@ -58,14 +57,14 @@ class Slots:
     key_copy: Encoded | None = None
     error_copy: Encoded | None = None
     sums: Sums = field(init=False)
-    """Of all calls that were taken together, and where those of this one begin: there, and in memory."""
+    """Of all calls that were taken together, …"""
     begin: int = 0
-    at: int = 0
+    """… and where those of this one begin."""
     silent: Bools | None = None
     """(n,): which error signals are zero; None: none of them."""
 
-    def added(self, error_terms: float = 0.0) -> list[tuple[ParameterLedger, Sums, float, int]]:
-        """Weight and bias: what is added to the gradient, a bound on the sum of its absolute terms, and where that is in memory.
+    def added(self, error_terms: float = 0.0) -> list[tuple[ParameterLedger, Sums, float]]:
+        """Weight and bias: what is added to the gradient, and a bound on the sum of its absolute terms.
 
         error_terms: as Found has it.
         """
@@ -74,10 +73,9 @@ class Slots:
         end = middle + outputs
         size_of_errors, size_of_keys, root_of_count = self.sums[end : end + 3].tolist()
         error_terms = max(error_terms, size_of_errors)
-        found = [(weight, self.sums[begin:middle], error_terms * size_of_keys, self.at)]
+        found = [(weight, self.sums[begin:middle], error_terms * size_of_keys)]
         if bias is not None:
-            at = self.at + 8 * (middle - begin)
-            found.append((bias, self.sums[middle:end], error_terms * root_of_count, at))
+            found.append((bias, self.sums[middle:end], error_terms * root_of_count))
         return found
 
 
@@ -88,10 +86,6 @@ class Room:
         self.told, self.size, self.cut_for = array("q"), 0, cut_for
         self.copies: list[tuple[Encoded, Encoded | None, int]] = []
         """Of each call: keys, error signals, and where its sums begin."""
-        self.blocks: list[Block] = []
-        """What the writer is told of it, …"""
-        self.nbytes = 0
-        """… and the size of a step of nothing else: found once, since the writer is done with them when the memory comes back."""
         rest = iter(copies)
         for call in calls:
             weight, (count, d_in), d_out = call.how.weight, call.keys.shape, call.errors.shape[1]
@@ -99,7 +93,7 @@ class Room:
             key_at, key_exponents = key_copy.places
             error_at, error_exponents = NOWHERE if error_copy is None else error_copy.places
             self.told.extend((count, d_in, d_out, weight.columns, 0, 0, call.how.random, key_at, key_exponents))
-            self.told.extend((error_at, error_exponents, 0, 0, 0))
+            self.told.extend((error_at, error_exponents, 0))
             self.copies.append((key_copy, error_copy, self.size))
             self.size += (weight.columns + 1) * d_out + 3
 
@@ -107,10 +101,8 @@ class Room:
         """Tell the loop of some calls, and these of their memory."""
         told, at = self.told, 0
         for call, (key_copy, error_copy, begin) in zip(calls, self.copies, strict=True):
-            how = call.how
             call.key_copy, call.error_copy, call.begin = key_copy, error_copy, begin
             told[at + 4], told[at + 5] = call.keys.data_ptr(), call.errors.data_ptr()
-            told[at + 11], told[at + 12] = how.weight.look_at, 0 if how.bias is None else how.bias.look_at
             at += FIELDS
 
 
@@ -119,22 +111,16 @@ class Taker:
 
     def __init__(self, dtype: str, pool: Pool):
         self._loops = kernels() if dtype != "float64" else None
-        self._kind, self._pool, self._arena = TORCH[dtype], pool, Arena()
+        self._kind = TORCH[dtype]
+        self._pool = pool
         self._last: tuple[Any, ...] = ()
         """What was taken the last time, all together."""
         self._cut_for: tuple[Any, ...] = ()
         self._parts: list[Part] = []
         """Memory that is cut for what came together twice in a row."""
-        self._sums, self._sums_at = self._arena.take(0)
-        """Those of the last pass, if nobody keeps them."""
-        self.room: Room | None = None
-        """Where the last ones went, if that was cut for them."""
 
-    def take(self, calls: Sequence[Slots], *, brief: bool = False) -> bool:
-        """Find what there is to know of each call's slots, and copy them; gives whether that could be done.
-
-        brief: sums are written over by the next ones that are brief.
-        """
+    def take(self, calls: Sequence[Slots]) -> bool:
+        """Find what there is to know of each call's slots, and copy them; gives whether that could be done."""
         if self._loops is None:
             return False
         todo, alike = [], True
@@ -149,23 +135,15 @@ class Taker:
             return not calls
         told, size = self._rooms(todo, alike)
         threads = torch.get_num_threads()
-        sums, at = (self._sums, self._sums_at) if brief else self._arena.take(size * threads)
-        if len(sums) < size * threads:
-            sums, at = self._sums, self._sums_at = Arena().take(size * threads)
-        odd = self._loops.slots(len(todo), told.buffer_info()[0], at, threads)
+        sums = np.empty(size * threads)
+        odd = self._loops.slots(len(todo), told.buffer_info()[0], address(sums), threads)
         for call in todo:
-            call.sums, call.at, call.taken = sums, at + 8 * call.begin, True
+            call.sums = sums
+            call.taken = True
             call.silent = silent_slots(call.errors)
         if odd:
             self._give_back_odd(todo, sums[:size])
         return not odd and len(todo) == len(calls)
-
-    def keep(self, calls: Sequence[Slots]) -> None:
-        """Somebody keeps the sums of brief ones."""
-        sums, at = self._arena.take(len(self._sums))
-        sums[:] = self._sums
-        for call in calls:
-            call.sums, call.at = sums, at + 8 * call.begin
 
     def _rooms(self, calls: list[Slots], alike: bool) -> tuple[array[int], int]:
         """Give calls their memory; gives what the loop is told, and how many sums there are.
@@ -177,16 +155,16 @@ class Taker:
         if now and now == self._last != self._cut_for:
             self._pool.give(*[vectors for part in self._parts for vectors in part.vectors])
             self._cut_for, self._parts = now, []
-        self._last, self.room = now, None
+        self._last = now
         if now and now == self._cut_for:
             if not self._parts:
                 self._parts = self._pool.take_slab(count, _streams(calls, self._kind))[::-1]
             part = self._parts.pop()
             if part.note is None or part.note.cut_for != now:  # other layers of the same sizes had it before
                 part.note = Room(calls, part.vectors, now)
-            self.room = part.note
-            self.room.tell(calls)
-            return self.room.told, self.room.size
+            room = part.note
+            room.tell(calls)
+            return room.told, room.size
         told, size = array("q"), 0
         for call in calls:
             count, streams = call.keys.size(0), _streams([call], self._kind)

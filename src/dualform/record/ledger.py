@@ -5,9 +5,6 @@ pass. A parameter may be used by several layers (tied weights), a layer may use 
 
 What arrives in a backward pass is held and looked at when the pass has ended: its calls share the few operations on small numbers,
 and find the processor's cache warm. Who holds a tensor keeps autograd from changing it in place.
-
-An ordinary pass (each layer is called once, each row is a slot, there were no gradients before) is kept as it is, since all that it has to
-say goes into one update. If it turns out otherwise, it is taken apart into links and calls.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
-from dualform.record.compiled import Room, Slots, Taker, Taking
+from dualform.record.compiled import Slots, Taker, Taking
 from dualform.record.forward_pass import ForwardPass, RowFinder
 from dualform.record.parameters import ParameterLedger, norm_of_rows
 from dualform.record.silent import silent_slots
@@ -106,34 +103,8 @@ class Pass:
     """The gradients of what came out of each visit."""
     counted: list[ParameterLedger] = field(default_factory=list)
     """The parameters that it has reached."""
-    fresh: bool = True
-    """Whether there were no gradients before it, and nothing of it has been looked at."""
     visits: int = 0
     """How many visits' error signals have arrived."""
-
-
-@dataclass(slots=True)
-class Held:
-    """An ordinary backward pass that has ended."""
-
-    task: int
-    batch: Batch
-    calls: list[tuple[LayerLedger, Visit, Slots]]
-    room: Room | None
-
-    def blocks(self, first_row: int) -> list[Block]:
-        """What the writer is told of it."""
-        known = self.room.blocks if self.room is not None else []
-        if not known:
-            for layer, visit, slots in self.calls:
-                assert slots.key_copy is not None
-                place = layer.number, 0, 0, first_row, self.batch.rows, 1
-                copies = slots.key_copy, slots.error_copy
-                known.append(Block(*place, *copies, slots.may_repeat, arrival=visit.arrival))
-        for block, (_, _, slots) in zip(known, self.calls, strict=True):
-            block.first_row = first_row
-            block.silent = slots.silent
-        return known
 
 
 @dataclass(slots=True)
@@ -181,13 +152,10 @@ class LayerLedger:
         ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
         like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
         self.taking: Taking | None = None
-        """How its slots are taken by the compiled loop, if they can be, …"""
-        self.slots: Slots | None = None
-        """… and those of an ordinary pass, of which only one is kept at a time."""
+        """How its slots are taken by the compiled loop, if they can be."""
         if like_linear and weight.in_columns:
             bias = self.uses[1][1] if len(self.uses) > 1 else None
             self.taking = Taking(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
-            self.slots = Slots(NOTHING.data, NOTHING.data, self.taking)
 
     def read(self, task: int, visit: Visit, found: Found, layout: Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
@@ -264,9 +232,9 @@ class LayerLedger:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
         call = self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
         call.silent = slots.silent
-        for parameter, added, scale, at in slots.added(error_terms):
+        for parameter, added, scale in slots.added(error_terms):
             if parameter.parameter.requires_grad:
-                parameter.link(task).add(added, scale, at)
+                parameter.link(task).add(added, scale)
 
     def may_repeat(self, visit: Visit) -> bool:
         """Whether keys of a visit may come again."""
@@ -313,8 +281,6 @@ class ModuleLedger:
         self.called = False
         self.watched = False
         """Whether all its parameters have hooks."""
-        self.seen_in = -1
-        """The last ordinary pass that went through it."""
 
     def pending(self) -> bool:
         """Whether anything has arrived since its last update."""
@@ -369,9 +335,6 @@ class Ledger:
         """The last backward pass that was seen."""
         self._passes: dict[int, Pass] = {}
         """Those that are under way."""
-        self.held: Held | None = None
-        self._apart = False
-        """Whether there may be links, calls or problems; else every pass so far was an ordinary one, and its update has come."""
         self._arrived_bytes, self._taker = 0, Taker(store_as.dtype, store_as.pool)
 
     def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
@@ -404,8 +367,6 @@ class Ledger:
         self.batch = batch
         self.spent.clear()
         self.calls_since_backward += 1
-        if self._apart:
-            self._apart = any(module.pending() for module in self.modules)
 
     def in_backward(self) -> bool:
         """Whether a backward pass is running: modules called then are run again (activation checkpointing)."""
@@ -428,8 +389,7 @@ class Ledger:
         problem: DualformError | None = None
         if not self.in_backward():
             self._passes.clear()  # of a pass that never ended: something was raised in it
-            if self._apart:
-                self._drop_uncounted(module)
+            self._drop_uncounted(module)
         elif self.calls_since_backward > 1:
             problem = BatchError(
                 f"layer {module.name!r} was run again during a backward pass (activation checkpointing) after "
@@ -478,14 +438,11 @@ class Ledger:
             self._when_ended(partial(self.settle, task))
         for p in module.parameters:
             if p.parameter.grad is not None and p.parameter.requires_grad:
-                self.take_apart()
                 p.begin(task)
-                under_way.fresh, self._apart = False, True
         problem = visit.problem
         if problem is not None:
             for layer in module.layers:
                 layer.problems[task] = problem
-            under_way.fresh, self._apart = False, True
             return
         errors = under_way.arrived.get(visit)
         if errors is None:
@@ -504,8 +461,6 @@ class Ledger:
         under_way = self._passes.get(task)
         if under_way is None:  # nothing of it came through a module
             self.last_task = max(self.last_task, task)
-            self.take_apart()
-            self._apart = True
             parameter.begin(task)
             parameter.link(task).counted = True
         else:
@@ -514,7 +469,7 @@ class Ledger:
     def settle(self, task: int) -> None:
         """A backward pass has ended: look at what has arrived, where it has reached a parameter."""
         ended = self._passes.pop(task, None)
-        if ended is None or self._hold(task, ended):
+        if ended is None:
             return
         self._count(task, ended)
         self._settle(task, {one: errors for one, errors in ended.arrived.items() if one.module.counted_in(task)})
@@ -527,13 +482,10 @@ class Ledger:
             self._look_now(task, under_way, ready)
 
     def _look_now(self, task: int, under_way: Pass, visits: list[Visit]) -> None:
-        under_way.fresh = False
         self._settle(task, {one: under_way.arrived.pop(one) for one in visits})
 
     def _count(self, task: int, some: Pass) -> None:
         """The slots of a pass count for the parameters that it has reached."""
-        self.take_apart()
-        self._apart = True
         visited = {parameter for visit in some.arrived for parameter in visit.module.parameters}
         for parameter in some.counted:
             if parameter not in visited:  # it came some other way than through its module
@@ -541,62 +493,9 @@ class Ledger:
             parameter.link(task).counted = True
         some.counted.clear()
 
-    def _hold(self, task: int, ended: Pass) -> bool:
-        """Keep an ordinary pass as it is; False: it is none."""
-        if self.held is not None or not ended.fresh:
-            return False
-        calls, batch = [], self.batch
-        reached: set[ParameterLedger] = set()
-        for visit, errors in ended.arrived.items():
-            module = visit.module
-            if visit.batch is not batch or module.seen_in == task or (self._apart and module.pending()):
-                break
-            slots = self._ordinary(visit, errors[0])
-            if slots is None:
-                break
-            module.seen_in = task
-            reached.update(module.parameters)
-            calls.append((module.layers[0], visit, slots))
-        whole = batch is not None and calls and len(calls) == len(ended.arrived)
-        whole = whole and len(reached) == len(ended.counted) and reached.issuperset(ended.counted)
-        taken = whole and self._taker.take([slots for _, _, slots in calls], brief=True)
-        for _, _, slots in calls:
-            slots.keys = slots.errors = NOTHING.data  # they are copied: what they were need not be kept
-            if slots.taken and not taken:
-                self._taker.give_back(slots)
-        if batch is None or not taken:
-            return False
-        self.held, self._arrived_bytes = Held(task, batch, calls, self._taker.room), 0
-        return True
-
-    def take_apart(self) -> None:
-        """What was kept as an ordinary pass is none: something else came, or is asked for."""
-        held, self.held = self.held, None
-        if held is not None:
-            self._apart = True
-            self._taker.keep([slots for _, _, slots in held.calls])
-            for layer, visit, slots in held.calls:
-                for parameter in visit.module.parameters:
-                    parameter.link(held.task).counted = True
-                layer.add_taken(held.task, visit, held.batch.rows, 1, slots)
-
-    def _ordinary(self, visit: Visit, error: Tensor | None) -> Slots | None:
-        """The slots of a call of something like nn.Linear where each row is one; None: it is something else."""
-        key, batch = visit.key, visit.batch
-        if visit.slots is not None or error is None or batch is None or key.dim() != 2 or key.size(0) != batch.rows:
-            return None
-        layer = visit.module.layers[0]
-        if not self.rows.is_first_axis(layer.layer.name, visit.forward):
-            return None
-        slots = layer.slots
-        if slots is not None:
-            slots.keys, slots.errors, slots.may_repeat, slots.taken = key, error, layer.may_repeat(visit), False
-        return slots
-
     @torch.no_grad()
     def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
         """Find the slots of some visits, and copy them."""
-        self._apart = True
         read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
         slots = [one.slots for one in read if one.slots is not None]
         self._taker.take(slots)

@@ -40,21 +40,16 @@ class Link(audit.Link):
     """Whether the error signals themselves were rounded elsewhere than in the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
-    at: int = 0
-    """Where `added` begins in memory, if that is known."""
 
-    def add(self, added: audit.Seen, scale: float, at: int = 0) -> None:
-        """Some slots say that this was added, with a bound on the sum of its absolute terms; at: where it begins in memory."""
-        if self.added.flags.writeable:
-            self.added, self.at = self.added + added, 0
-        else:
-            self.added, self.at = added, at
+    def add(self, added: audit.Seen, scale: float) -> None:
+        """Some slots say that this was added, with a bound on the sum of its absolute terms."""
+        self.added = self.added + added if self.added.flags.writeable else added
         self.scale += scale
 
     def room(self) -> audit.Seen:
         """`added`, to be added to in place."""
         if not self.added.flags.writeable:
-            self.added, self.at = self.added.copy(), 0
+            self.added = self.added.copy()
         return self.added
 
 
@@ -102,8 +97,7 @@ class ParameterLedger:
     """One parameter: the backward passes since its last update, and what it looked like after that.
 
     Changes that PyTorch counts (`_version`) between an update and the next are always looked into. Edits through .data leave no such
-    trace, nor do others that happen within an update whose end is foretold (Looks.remember): of a weight, an eighth of the rows is
-    compared each time, so an edit of the whole weight never passes; of a bias all of it.
+    trace: of a weight, an eighth of the rows is compared each time, so an edit of the whole weight never passes; of a bias all of it.
     """
 
     def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
@@ -120,10 +114,6 @@ class ParameterLedger:
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
         self.links: list[Link] = []
-        self.look_at = 0
-        """Where the compiled loop is told of its gradient (see Looks), if somebody looks at it; …"""
-        self.looks: object = None
-        """… who keeps that place in memory."""
         # Between steps, a part of its rows is looked at, of a vector all of them
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
@@ -148,17 +138,11 @@ class ParameterLedger:
         now = self.look(self.parameter if value is None else value)
         self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
 
-    def remembered(self, seen: Looked, mark: tuple[int, int], turn: int, foretold: int = 0) -> None:
-        """What it looked like after its last update.
-
-        turn: the part that is to be compared next. foretold: how many updates ago all of it was last looked at.
-        """
-        self.seen, self._mark, self.next_turn, self._foretold = seen, mark, turn, foretold
-
-    @property
-    def unseen(self) -> int:
-        """For how many updates before the last one an edit may have gone unseen: one that PyTorch has not counted."""
-        return min(self._foretold, self.turns - 1) if self._mark == mark_of(self.parameter) else 0
+    def remembered(self, seen: Looked, mark: tuple[int, int], turn: int) -> None:
+        """What it looked like after its last update. turn: the part that is to be compared next."""
+        self.seen = seen
+        self._mark = mark
+        self.next_turn = turn
 
     @property
     def fingerprint(self) -> float:
