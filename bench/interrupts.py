@@ -196,17 +196,17 @@ _LOAD_CONST = _load_const()
 @contextlib.contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
     """Each write and each flush takes a while."""
-    flush, write = os.fsync, tensor_writer._write_some
+    flush, write = os.fsync, tensor_writer._written
 
     def slow_flush(descriptor: int) -> None:
         time.sleep(seconds)
         flush(descriptor)
 
-    def slow_write(descriptor: int, data: memoryview) -> int:
+    def slow_write(descriptor: int, pieces: list[memoryview]) -> int:
         time.sleep(seconds)
-        return write(descriptor, data)
+        return write(descriptor, pieces)
 
-    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(tensor_writer, "_write_some", slow_write):
+    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(tensor_writer, "_written", slow_write):
         yield
 
 

@@ -40,16 +40,16 @@ def training(path, **settings):
 
 def full_disk(monkeypatch, after):
     """From the n-th write on, the disk is full."""
-    written, write = 0, tensor_writer._write_some
+    written, write = 0, tensor_writer._written
 
-    def limited(descriptor, data):
+    def limited(descriptor, pieces):
         nonlocal written
         written += 1
         if written > after:
             raise OSError(28, "No space left on device")
-        return write(descriptor, data)
+        return write(descriptor, pieces)
 
-    monkeypatch.setattr(tensor_writer, "_write_some", limited)
+    monkeypatch.setattr(tensor_writer, "_written", limited)
 
 
 @pytest.mark.parametrize("after", [30, 47, 100])

@@ -78,13 +78,13 @@ def assert_whole(loop, steps, *, last_weights=True):
 
 
 def slow_disk(monkeypatch, seconds):
-    write = tensor_writer._write_some
+    write = tensor_writer._written
 
-    def slow(descriptor, data):
+    def slow(descriptor, pieces):
         time.sleep(seconds)
-        return write(descriptor, data)
+        return write(descriptor, pieces)
 
-    monkeypatch.setattr(tensor_writer, "_write_some", slow)
+    monkeypatch.setattr(tensor_writer, "_written", slow)
 
 
 def ctrl_c_after(seconds):

@@ -232,7 +232,7 @@ CALLS = [
     "rename",
     "replace",
     "fsync",
-    "write",
+    "writev",
     "rmdir",
     "scandir",
     "listdir",
@@ -339,11 +339,11 @@ def test_after_a_full_disk_the_folder_can_be_used_again(tmp_path, monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def full(descriptor, data):
+    def full(descriptor, pieces):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_writer, "_write_some", full)
+        patch.setattr(tensor_writer, "_written", full)
         with pytest.raises(WriterError, match=r"No space left on device\. The disk is full"):
             dualform.record(model, optimizer, tmp_path / "run")
     record(tmp_path / "run")

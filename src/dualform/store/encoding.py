@@ -19,6 +19,7 @@ from torch import Tensor
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 TOP = 15  # stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow
 UNIT = 126 + TOP  # such a norm's exponent, as a float32 has it in its bits
+PAGE = 4096
 STREAMS = 8  # a slab of many streams is no larger than one of so many
 BLOCKS = 32  # so many blocks go into a slab of memory, if they fit
 SHAPES = 64  # so many views of the scratch memory are kept: making one takes as long as filling it
@@ -98,7 +99,7 @@ class Stream(NamedTuple):
     def memory(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """For the vectors, (rows, width), and for their powers of two, (rows,), where they have any."""
         exponents = torch.empty(rows, dtype=torch.int16) if self.dtype is torch.float16 else None
-        return torch.empty(rows, self.width, dtype=self.dtype), exponents
+        return _aligned(rows, self.width, self.dtype), exponents
 
 
 @dataclass(eq=False, slots=True)
@@ -227,6 +228,14 @@ class Pool:
             slab.used = 0
             self._free[slab.rows, slab.streams].append(slab)
             self._bytes += slab.nbytes
+
+
+def _aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Memory that begins at a page, so that it can be written to the disk as it is."""
+    size = rows * columns * dtype.itemsize
+    memory = torch.empty(size + PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    return memory[skip : skip + size].view(dtype).view(rows, columns)
 
 
 @dataclass(slots=True)
