@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import dualform
 from dualform.errors import RecordingError, UnexplainedError, WriterError
 from dualform.record import recording
-from dualform.record.books import Books
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.edits import EditWatch
+from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals
 from dualform.store import folder, tensor_writer
 from dualform.totals.fold import Accumulated
@@ -341,7 +342,7 @@ def test_an_update_that_never_began_can_be_followed_by_another(tmp_path):
 def test_exceptions_between_the_lines_of_a_step(tmp_path, monkeypatch, moment, before, optimizer):
     """Before the optimizer has run, the step is not there; afterwards, it is."""
     loop = Loop(tmp_path / "run", optimizer=optimizer)
-    raise_once(monkeypatch, Books, moment, KeyboardInterrupt(), before=before, at=3)
+    raise_once(monkeypatch, StepBuilder, moment, KeyboardInterrupt(), before=before, at=3)
     with pytest.raises(KeyboardInterrupt), loop.record() as recorder:
         loop.train(recorder, 5)
     assert_whole(loop, 3 if moment == "remember_after" else 2)
@@ -352,7 +353,7 @@ def test_exceptions_between_the_lines_of_a_step(tmp_path, monkeypatch, moment, b
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_training_goes_on_after_an_exception_in_a_step(tmp_path, monkeypatch, moment, before, optimizer):
     loop = Loop(tmp_path / "run", optimizer=optimizer)
-    raise_once(monkeypatch, Books, moment, ValueError("from outside"), before=before, at=3)
+    raise_once(monkeypatch, StepBuilder, moment, ValueError("from outside"), before=before, at=3)
     with loop.record() as recorder:
         loop.train(recorder, 2)
         with pytest.raises(ValueError, match="from outside"):
@@ -367,7 +368,7 @@ def two_optimizers(model):
 
 def test_of_two_optimizers_the_update_that_was_made_counts(tmp_path, monkeypatch):
     loop = Loop(tmp_path / "run", optimizer=two_optimizers)
-    raise_once(monkeypatch, Books, "prepare", KeyboardInterrupt(), at=6)
+    raise_once(monkeypatch, StepBuilder, "prepare", KeyboardInterrupt(), at=6)
     with pytest.raises(KeyboardInterrupt), loop.record() as recorder:
         loop.train(recorder, 5)
     assert loop.finished == 2
@@ -403,13 +404,15 @@ def test_weights_edited_before_a_snapshot_is_due_are_not_stored_as_trained_ones(
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), MemoryError("too much"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("moment", ["snapshot_of", "Books.changes", "Books.retire", "folder.publish", "Writer.close"])
+@pytest.mark.parametrize(
+    "moment", ["snapshot_of", "EditWatch.edits", "StepBuilder.retire", "folder.publish", "Writer.close"]
+)
 def test_an_exception_while_it_closes(tmp_path, monkeypatch, error, moment):
     """Whatever it is, the steps are stored and the folder is unlocked. An exception from outside waits until all is done."""
     owner, name = {
         "snapshot_of": (recording, "snapshot_of"),
-        "Books.changes": (Books, "changes"),
-        "Books.retire": (Books, "retire"),
+        "EditWatch.edits": (EditWatch, "edits"),
+        "StepBuilder.retire": (StepBuilder, "retire"),
         "folder.publish": (folder, "flush_folder"),
         "Writer.close": (recording.Writer, "close"),
     }[moment]
@@ -427,7 +430,7 @@ def test_an_exception_while_it_closes(tmp_path, monkeypatch, error, moment):
         return
     is_from_outside = isinstance(error, KeyboardInterrupt)
     # What fails before the weights are copied leaves none; steps and totals do not depend on it
-    assert_whole(loop, 3, last_weights=is_from_outside or moment in ("Books.retire", "Writer.close"))
+    assert_whole(loop, 3, last_weights=is_from_outside or moment in ("StepBuilder.retire", "Writer.close"))
 
 
 @pytest.mark.parametrize("owner", [Accumulated, OnlineCurvature], ids=["totals", "curvature"])

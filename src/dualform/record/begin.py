@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
-from dualform.record.books import Books
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
 from dualform.record.ledger import Ledger, StoreAs
 from dualform.record.recorder import Recorder
 from dualform.record.recording import Recording, Settings, snapshot_of
+from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals, Wanted, groupings
 from dualform.store import format as store
 from dualform.store.encoding import Pool
@@ -114,7 +114,7 @@ def record(
         wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
         dtype = "float64" if wide else "float32"
     folder = Path(path)
-    seed = int.from_bytes(os.urandom(6), "little")
+    seed = private_seed()
     if resume is False:
         prepare(folder, overwrite=overwrite)
         before = None
@@ -130,7 +130,7 @@ def record(
     names = {module: name for name, module in model.named_modules()}
     rows = RowFinder(BatchAxes(axes, owners), names, check=check_rows, on_unclear=on_unclear_rows)
     ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
-    books = Books(ledger, several, keep=keep, on_unexplained=on_unexplained)
+    steps = StepBuilder(ledger, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
         ledger.enter(one.name, one.module, one.layers, one.parameters)
     manifest = store.Manifest(
@@ -144,13 +144,13 @@ def record(
         batch_axis=axes,
         settings={"seed": str(seed)},
     )
-    books.refuse_shared()
+    steps.watch.refuse_shared()
     kept = None
     if before is not None:
-        manifest = resuming.go_on(folder, before, manifest, ledger, books)
+        manifest = resuming.go_on(folder, before, manifest, ledger, steps)
         kept = resuming.totals(folder, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
-    weights = snapshot_of(model, books)
+    weights = snapshot_of(model, steps)
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = ledger.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
@@ -158,7 +158,7 @@ def record(
     try:
         counted = OnlineCurvature() if curvature else None
         settings = Settings(on_write_error, chunk_bytes)
-        recording = Recording(model, several, writer, ledger, books, sums, counted, waiting, settings)
+        recording = Recording(model, several, writer, ledger, steps, sums, counted, waiting, settings)
         return Recorder(recording)
     except BaseException:
         # Nobody else can unlock the folder and remove the hooks
@@ -199,3 +199,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
             "without compiling it."
         )
+
+
+def private_seed() -> int:
+    """A seed for the audit's random matrices that nobody can guess, and that does not touch the user's random numbers."""
+    return int.from_bytes(os.urandom(6), "little")

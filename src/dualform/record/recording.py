@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record.books import Books, OpenStep, Update
 from dualform.record.capture import Capture
 from dualform.record.choose import Chosen, described
 from dualform.record.columns import read_batch
@@ -33,6 +32,7 @@ from dualform.record.curvature import OnlineCurvature
 from dualform.record.interrupts import INTERRUPTS, is_running
 from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger
+from dualform.record.steps import OpenStep, StepBuilder, Update
 from dualform.record.totals import OnlineTotals
 from dualform.store import format as store
 from dualform.store import records
@@ -48,14 +48,14 @@ DROPPED = "its recorder was dropped without being closed"
 UNFINISHED = "the weights are not stored: the last optimizer.step() did not return"
 
 
-def snapshot_of(model: nn.Module, books: Books) -> dict[str, Tensor]:
+def snapshot_of(model: nn.Module, steps: StepBuilder) -> dict[str, Tensor]:
     """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
     tensors = {
         f"model.{name}": _copied(value)
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
     }
-    for watched in books.watched_parameters():
+    for watched in steps.watch.parameters():
         prefix = f"state.{watched.ledger.name}"
         for name, value in watched.tensors.items():
             tensors[f"{prefix}.{name}"] = _copied(value)
@@ -101,7 +101,7 @@ class Recording:
         optimizers: list[Optimizer],
         writer: Writer,
         ledger: Ledger,
-        books: Books,
+        steps: StepBuilder,
         totals: OnlineTotals | None,
         curvature: OnlineCurvature | None,
         waiting: list[Chosen],
@@ -111,7 +111,7 @@ class Recording:
         self.path = writer.folder
         self._process = os.getpid()
         self._model, self._optimizers, self._settings = model, optimizers, settings
-        self._writer, self._ledger, self._books = writer, ledger, books
+        self._writer, self._ledger, self._steps = writer, ledger, steps
         self._totals, self._curvature = totals, curvature
         self._totals_lent = False
         """Whether the writer may be writing the totals, which are not copied for it."""
@@ -120,7 +120,7 @@ class Recording:
         self._has_given_up_totals = False
         self._columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
         self._batches = 0
-        self._progress = _Progress(writer.manifest.end_step, books.first_row)
+        self._progress = _Progress(writer.manifest.end_step, steps.first_row)
         self._update: Update | None = None
         """The update that an optimizer is making."""
         self._unfinished: Update | None = None
@@ -135,8 +135,8 @@ class Recording:
             for one in waiting
         ]
         self._optimized = self._count_optimized()
-        books.remember()
-        self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, books).values())
+        steps.watch.remember()
+        self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, steps).values())
         self._capture = Capture(model, self._ledger, before_forward=self._adopt if self._waiting else None)
         self._handles: list[RemovableHandle] = []
         try:
@@ -271,7 +271,7 @@ class Recording:
         is_by_user = ended == "closed"
         if self._has_given_up_totals:
             ended = f"{ended}; totals are not kept"
-        changes = self._books.changes()
+        changes = self._steps.watch.edits()
         if self._unfinished is not None and (changes or self._unfinished.has_moved_others()):
             self._put_totals(None)
             return f"{ended}; {UNFINISHED}"
@@ -398,7 +398,7 @@ class Recording:
             if self._is_detached:
                 return
             if update is None:
-                self._books.remember(number)  # the step was skipped
+                self._steps.watch[number].remember()  # the step was skipped
             else:
                 self._finish_update()
 
@@ -420,10 +420,10 @@ class Recording:
             self._put_snapshot_if_due()
             last = None
         step = OpenStep(records.Step(self.finished), self._progress.next_row) if last is None else last.copy()
-        update = self._books.prepare(number, step, within)
+        update = self._steps.prepare(number, step, within)
         self._update = update  # from here on, the weights may change
         INTERRUPTS.hold((self, "update"), within)
-        self._books.consume(update)
+        self._steps.consume(update)
         self._ledger.pending = False
 
     def _finish_update(self) -> None:
@@ -433,7 +433,7 @@ class Recording:
             return
         step, before = update.step, self._progress
         if before.open is not step:  # else an exception came right after it was counted
-            self._books.remember_after(update)
+            self._steps.remember_after(update)
             early_log = before.early_log
             if step.record.number == before.finished:
                 step.record.log.update(early_log)
@@ -454,7 +454,7 @@ class Recording:
 
     def _forget_update(self, update: Update) -> None:
         """An optimizer has begun an update, and has not made it, or only a part of it."""
-        self._books.consume(update)
+        self._steps.consume(update)
         self._unfinished = update
         self._update = None
         INTERRUPTS.release((self, "update"))
@@ -480,7 +480,7 @@ class Recording:
             if self._totals.nbytes >= STRETCH_BYTES:
                 self._fold()
         self._since_snapshot += nbytes
-        self._books.retire(last)
+        self._steps.retire(last)
         self._progress = replace(self._progress, open=None)
 
     def _fold(self) -> None:
@@ -532,7 +532,7 @@ class Recording:
         """Hand over the weights, which must be those of the last step, and the totals."""
         if self._only_totals and self._totals is None:
             return  # weights without totals would be of no use
-        weights = snapshot_of(self._model, self._books)
+        weights = snapshot_of(self._model, self._steps)
         if self._curvature is not None:
             weights |= self._curvature.tensors()
         self._snapshot_bytes = sum(t.nbytes for t in weights.values())
@@ -562,7 +562,7 @@ class Recording:
         """Whether the weights are no longer those that the last finished step left."""
         if self._unfinished is not None and self._unfinished.has_moved_others():
             return True
-        return bool(self._books.changes())
+        return bool(self._steps.watch.edits())
 
     # Layers whose parameters are added to an optimizer during training
 

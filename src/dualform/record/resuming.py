@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.record import audit
-from dualform.record.books import COUNTED_AS, Books, WatchedParameter
+from dualform.record.edits import COUNTED_AS, WatchedParameter
 from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger, roundoff
+from dualform.record.steps import StepBuilder
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
 
@@ -69,7 +70,7 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
     return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
 
 
-def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: Books) -> Manifest:
+def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, steps: StepBuilder) -> Manifest:
     """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
     for what in ("keep", "dtype", "layers", "parameters"):
         if getattr(before, what) != getattr(now, what):
@@ -78,10 +79,10 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, books: 
                 f"{_short(getattr(before, what))} instead of {_short(getattr(now, what))}."
             )
     store = Store(folder)
-    _Checkpoint(store, before).compare(books)
-    books.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
+    _Checkpoint(store, before).compare(steps)
+    steps.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
     if before.keep == "totals" and before.totals is not None:
-        books.first_row = before.totals.rows
+        steps.first_row = before.totals.rows
     for module in ledger.modules:
         module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
     return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
@@ -101,9 +102,9 @@ class _Checkpoint:
         """Parameters whose momentum begins afresh."""
         self._with_buffer: list[str] = []
 
-    def compare(self, books: Books) -> None:
+    def compare(self, steps: StepBuilder) -> None:
         """Refuse a model and optimizers that are not what they were at that step."""
-        for watched in books.watched_parameters():
+        for watched in steps.watch.parameters():
             mine = self._updates.filter(pl.col("parameter") == watched.ledger.number)
             since_snapshot = mine.filter(pl.col("step") >= self._snapshot_step)
             self._compare_fingerprint(watched.ledger, mine)

@@ -1,4 +1,4 @@
-"""The books: turns what the ledger holds into the updates, slots and rows of a step, and watches the weights between.
+"""Turns backward passes into the updates, slots and rows of a step.
 
 Everything here happens in an optimizer's hooks, before or after its update. An exception may come at any moment (Ctrl-C), so an update is
 first written down apart from everything else (`prepare`). Then its slots are taken out of the ledger (`consume`), and it counts once the
@@ -10,28 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_
-from types import FrameType, MappingProxyType
-from typing import Any
+from types import FrameType
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.errors import RecordingError, UnexplainedError
+from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
+from dualform.record.edits import EditWatch, Gradients
 from dualform.record.ledger import LayerLedger, Ledger, ModuleLedger
-from dualform.record.optimizers import Numbers, Replay, replay_for
 from dualform.record.parameters import Link, ParameterLedger
 from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 from dualform.store import records
 from dualform.store.format import NO_ROW, Mark
 
-EDITED = "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of weights, a constraint)"
-EDITED_GRADIENT = "had its gradient changed by an optimizer hook that runs after the recorder's, so its slots do not explain its update"
-REPLACED = "had its optimizer state replaced since the last step (optimizer.load_state_dict)"
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
 
@@ -44,28 +38,6 @@ class _Audited:
     settings: dict[str, float]
     factors: dict[int, float] = field(default_factory=dict)
     """By backward pass; those that take no part are not in it."""
-
-
-COUNTED_AS = {"step": "count", "mu_product": "mu_product"}
-"""Numbers in an optimizer's state: their names there, and in the settings of an update, where they are those after it."""
-
-
-@dataclass(frozen=True)
-class WatchedParameter:
-    """A recorded parameter, and what its optimizer knows of it."""
-
-    ledger: ParameterLedger
-    kind: str
-    names: tuple[str, ...]
-    """The tensors that such an optimizer may have, …"""
-    tensors: dict[str, Tensor]
-    """… and those that it has."""
-    counters: dict[str, float]
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer's coefficients are matrices."""
-        return self.kind in KINDS and KINDS[self.kind].elementwise
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +89,7 @@ class Update:
     layers: list[LayerLedger] = field(default_factory=list)
     parameters: list[ParameterLedger] = field(default_factory=list)
     """What it takes out of the ledger: modules that need a new batch() call, slots, and what backward passes added to gradients."""
-    gradients: list[tuple[ParameterLedger, Tensor, int]] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=list)
     """The gradients that it was audited with, with PyTorch's counts of their changes."""
     edited: bool = False
     """Whether something else has changed weights or optimizer state before it (and on_unexplained="mark")."""
@@ -129,197 +101,31 @@ class Update:
         return any(parameter._version != version for parameter, version in self.others)
 
 
-@dataclass(slots=True)
-class _Watched:
-    """The recorded parameters of one optimizer."""
-
-    count: int
-    """How many parameters are recorded at all."""
-    groups: list[Any]
-    listed: list[Any]
-    """All parameters of the optimizer, recorded or not, …"""
-    others: list[Any]
-    """… and those that are not."""
-    parts: list[tuple[Any, int, int]]
-    """Its groups, the first of the recorded parameters of each, and the one after the last."""
-    projections: Projections
-    numbers: list[int]
-    """Of the parameters."""
-    all_state: list[Any] = field(default_factory=list)
-    """The state of all parameters that the optimizer has one of, …"""
-    state: list[dict[str, Any]] = field(default_factory=list)
-    """… and of each recorded one."""
-    states: list[tuple[int, str, Tensor, int]] = field(default_factory=list)
-    """The optimizer's tensors after its last step: of which parameter, their names, themselves and PyTorch's count of changes."""
-    read: list[tuple[Numbers, list[Numbers]]] = field(default_factory=list)
-    """The numbers of each group before the last update, …"""
-    settings: list[Numbers] = field(default_factory=list)
-    """… and what they come to for each parameter; most of the time the next update has the same."""
-    gradient_edits: list[ParameterLedger] = field(default_factory=list)
-    """The parameters whose gradients were changed between the audit and the last update."""
-
-
-class Books:
-    """Keeps the books of one recording."""
+class StepBuilder:
+    """Turns the backward passes of one recording into steps."""
 
     def __init__(self, ledger: Ledger, optimizers: Sequence[Optimizer], *, keep: str, on_unexplained: str):
-        self._ledger, self._optimizers = ledger, optimizers
-        self._keep, self._on_unexplained = keep, on_unexplained
-        self._replays: list[Replay | None] = [replay_for(optimizer) for optimizer in optimizers]
-        self._watched: dict[int, _Watched] = {}
-        self._regrouped = False
-        """Whether an optimizer has other parameters than when that was last looked at."""
+        self.watch = EditWatch(optimizers, ledger.parameters)
+        self._ledger = ledger
+        self._optimizers = optimizers
+        self._keep = keep
+        self._on_unexplained = on_unexplained
         self.first_row = 0
         """The number of the first row that is recorded: more than 0 in a resumed recording."""
 
-    def recorded(self) -> Iterator[tuple[ParameterLedger, dict[str, Any]]]:
-        """The recorded parameters of all optimizers, with their groups."""
-        for number in range(len(self._optimizers)):
-            watched = self._watch(number)
-            for group, first, end in watched.parts:
-                for ledger in watched.projections.ledgers[first:end]:
-                    yield ledger, group
-
-    def _watch(self, number: int) -> _Watched:
-        """The recorded parameters of an optimizer: found once, and again when a group, a parameter or a layer is new
-        (load_state_dict makes new groups)."""
-        groups, parameters = self._optimizers[number].param_groups, self._ledger.parameters
-        now = list(chain.from_iterable([group["params"] for group in groups]))
-        known = self._watched.get(number)
-        if (
-            known is None
-            or known.count != len(parameters)
-            or not _same(known.groups, groups)
-            or not _same(known.listed, now)
-        ):
-            ledgers: list[ParameterLedger] = []
-            parts = []
-            for group in groups:
-                first = len(ledgers)
-                ledgers += [parameters[id(one)] for one in group["params"] if id(one) in parameters]
-                parts.append((group, first, len(ledgers)))
-            projections = Projections(ledgers)
-            numbers = [ledger.number for ledger in ledgers]
-            others = [one for one in now if id(one) not in parameters]
-            watched = _Watched(len(parameters), list(groups), now, others, parts, projections, numbers)
-            if known is not None:
-                known.projections.hand_out()
-                watched.states = [
-                    (ledgers.index(ledger), name, value, version)
-                    for place, name, value, version in known.states
-                    if (ledger := known.projections.ledgers[place]) in ledgers
-                ]
-            known, self._regrouped = watched, True
-            self._watched[number] = watched
-        return known
-
-    def refuse_shared(self) -> None:
-        """Refuse parameters that several optimizers update: a dual form holds for one."""
-        seen: set[str] = set()
-        for ledger, _ in self.recorded():
-            if ledger.name in seen:
-                raise RecordingError(
-                    f"{ledger.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
-                    f"parameter to one of them; if one takes over from the other, close the recording and go on with "
-                    f"record(model, other, path, resume=True)."
-                )
-            seen.add(ledger.name)
-        self._regrouped = False
-
-    def watched_parameters(self) -> Iterator[WatchedParameter]:
-        """The recorded parameters of all optimizers, with the optimizers' state."""
-        for number, replay in enumerate(self._replays):
-            watched = self._watch(number)
-            names = () if replay is None else replay.state
-            for ledger, state in zip(watched.projections.ledgers, self._state(number, watched), strict=True):
-                tensors = {name: value for name in names if isinstance(value := state.get(name), Tensor)}
-                counters = {name: float(state[name]) for name in COUNTED_AS if replay is not None and name in state}
-                yield WatchedParameter(ledger, self._kind(number), names, tensors, counters)
-
-    def _tensors(self, number: int, watched: _Watched) -> list[tuple[int, str, Tensor, int]]:
-        replay = self._replays[number]
-        if replay is None:
-            return []
-        names = replay.state
-        return [
-            (place, name, value, value._version)
-            for place, state in enumerate(self._state(number, watched))
-            for name in names
-            if isinstance(value := state.get(name), Tensor)
-        ]
-
-    def _state(self, number: int, watched: _Watched) -> list[dict[str, Any]]:
-        """The optimizer's state of each parameter. To look a parameter up takes a function in Python: not at every step."""
-        state = self._optimizers[number].state
-        now = list(state.values())
-        if len(watched.state) != len(watched.numbers) or not _same(now, watched.all_state):
-            # In this order: an exception in between must not make the old states pass for the new ones
-            watched.state = [state.get(ledger.parameter, {}) for ledger in watched.projections.ledgers]
-            watched.all_state = now
-        return watched.state
-
-    # Between steps
-
-    def changes(self, looked: Mapping[int, bool] = MappingProxyType({})) -> dict[str, tuple[ParameterLedger, str]]:
-        """What changed since the last update though no optimizer did it: by parameter, and how.
-
-        looked: of some optimizers, whether their parameters have been looked at and are the same.
-        """
-        found: dict[str, tuple[ParameterLedger, str]] = {}
-        for number in range(len(self._optimizers)):
-            watched = self._watched[number] if number in looked else self._watch(number)
-            if not (looked[number] if number in looked else watched.projections.unchanged()):
-                found |= {ledger.name: (ledger, EDITED) for ledger in watched.projections.ledgers if ledger.changed()}
-            found |= {
-                ledger.name: found.get(ledger.name, (ledger, REPLACED)) for ledger in self._replaced(number, watched)
-            }
-            found |= {ledger.name: (ledger, EDITED_GRADIENT) for ledger in watched.gradient_edits}
-        return found
-
-    def _replaced(self, number: int, watched: _Watched) -> Iterator[ParameterLedger]:
-        """The parameters whose optimizer state is not what the last update left: other tensors, changed, new or gone."""
-        now = self._tensors(number, watched)
-        if len(now) == len(watched.states) and all(map(_is_unchanged, now, watched.states)):
-            return
-        replay = self._replays[number]
-        assert replay is not None
-        known = {(place, name): (value, version) for place, name, value, version in watched.states}
-        for place, name, value, version in now:
-            before, counted = known.pop((place, name), (None, 0))
-            if value is not before or version != counted:
-                yield watched.projections.ledgers[place]
-        if KINDS[replay.kind].elementwise:  # SGD begins afresh without its buffer, which is written down
-            yield from (watched.projections.ledgers[place] for place, _ in known)
-
-    def _settle_changes(self, update: Update, looked: Mapping[int, bool]) -> None:
+    def _settle_edits(self, update: Update, is_unchanged: Mapping[int, bool]) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
-        for name, (ledger, how) in self.changes(looked).items():
+        for name, (ledger, how) in self.watch.edits(is_unchanged).items():
             update.edited = True
             self._complain(update.step.record, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before "
                            f"such a change and begin a new one after it")  # fmt: skip
 
-    def remember(self, number: int | None = None) -> None:
-        """Remember what parameters and optimizer state look like now: of one optimizer, or (default) of all."""
-        for one in range(len(self._optimizers)) if number is None else [number]:
-            self._remember(one)
-
     def remember_after(self, update: Update) -> None:
-        """Remember what an update has made of them, and write it down. Doing so again changes nothing."""
-        self._watched[update.optimizer].gradient_edits = [
-            ledger for ledger, gradient, version in update.gradients if gradient._version != version
-        ]
-        numbers = range(len(self._optimizers)) if update.edited else [update.optimizer]
-        for number in numbers:
-            update.step.record.after.update(self._remember(number))
-
-    def _remember(self, number: int) -> dict[int, float]:
-        """Look at an optimizer's parameters; return a fingerprint of each, by its number."""
-        watched = self._watched.get(number) or self._watch(number)
-        watched.states = self._tensors(number, watched)
-        fingerprints = watched.projections.remember()
-        return dict(zip(watched.numbers, fingerprints, strict=True))
-
-    # A step
+        """Remember what an update has made of the parameters, and write it down. Doing so again changes nothing."""
+        after = update.step.record.after
+        after.update(self.watch[update.optimizer].remember_after(update.gradients))
+        if update.edited:
+            after.update(self.watch.remember())
 
     def prepare(self, number: int, step: OpenStep, within: FrameType) -> Update:
         """An optimizer is about to update its parameters: write down what it will make of which slots.
@@ -327,37 +133,21 @@ class Books:
         step: one that nobody else uses; it gets the update. within: the call of optimizer.step().
         """
         step.record.row_evidence |= self._ledger.rows.news
-        for one in range(len(self._optimizers)):
-            self._watch(one)
-        if self._regrouped:
-            self.refuse_shared()
-        watched = self._watched[number]
-        others = [(one, one._version) for one in watched.others]
+        self.watch.refuse_shared()
+        watch = self.watch[number]
+        others = [(one, one._version) for one in watch.others]
         update = Update(number, step, within, self._ledger.last_task, others)
         step.updated_by |= {number}
-        projections = watched.projections
+        projections = watch.projections
         gradients = [parameter.grad for parameter in projections.parameters]
         same = projections.before_update(gradients, [_only_pass(ledger) for ledger in projections.ledgers])
-        self._settle_changes(update, {number: same})
-        update.gradients = self._audited_gradients(watched)
-        settings = self._settings(number, watched)
-        audited = list(self._audit(step.record, projections, gradients, settings))
+        self._settle_edits(update, {number: same})
+        update.gradients = watch.gradients()
+        audited = list(self._audit(step.record, projections, gradients, watch.settings()))
         # A loss scaler may leave the division to a fused optimizer
         scale = getattr(self._optimizers[number], "grad_scale", None)
         self._write(update, audited, 1 / float(scale or 1.0))
         return update
-
-    @staticmethod
-    def _audited_gradients(watched: _Watched) -> list[tuple[ParameterLedger, Tensor, int]]:
-        """The gradients that the coming update is made of. Fused optimizers count as changes what they only read."""
-        ledgers = watched.projections.ledgers
-        return [
-            (ledger, gradient, gradient._version)
-            for group, first, end in watched.parts
-            if not group.get("fused")
-            for ledger in ledgers[first:end]
-            if (gradient := ledger.parameter.grad) is not None
-        ]
 
     def consume(self, update: Update) -> None:
         """Take the slots of an update out of the ledger. Doing so again changes nothing."""
@@ -383,21 +173,9 @@ class Books:
             layer.consumed.extend(tasks.difference(layer.consumed))
         self._ledger.rows.forget_news(step.record.row_evidence)
 
-    def _settings(self, number: int, watched: _Watched) -> list[dict[str, float]]:
-        """Those of each parameter: the very same as of the last update, if they are."""
-        replay, state = self._replays[number], self._state(number, watched)
-        if replay is None:
-            return [{} for _ in state]
-        read = [replay.read(group, state[first:end]) for group, first, end in watched.parts]
-        if read != watched.read:
-            # In this order: an exception in between must not make the old settings pass for the new ones
-            watched.settings = [{**shared, **own} for shared, owns in read for own in owns]
-            watched.read = read
-        return watched.settings
-
     def _write(self, update: Update, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
-        kind = self._kind(update.optimizer)
+        kind = self.watch[update.optimizer].kind
         elementwise = kind in KINDS and KINDS[kind].elementwise
         for one in audited:
             # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
@@ -426,10 +204,6 @@ class Books:
                 [_copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None for one in audited],
             )
         )
-
-    def _kind(self, number: int) -> str:
-        replay = self._replays[number]
-        return replay.kind if replay else type(self._optimizers[number]).__name__
 
     def _keeps_gradient(self, ledger: ParameterLedger) -> bool:
         return not ledger.is_matrix and self._keep != "keys"
@@ -525,16 +299,6 @@ class Books:
             )
         for layer in layers:
             step.marks.setdefault(layer, Mark(step.number, what))
-
-
-def _same(some: list[Any], others: list[Any]) -> bool:
-    """Whether these are the very same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _is_unchanged(now: tuple[int, str, Tensor, int], before: tuple[int, str, Tensor, int]) -> bool:
-    """Whether a tensor of the optimizer is what it was, of the same parameter."""
-    return now[2] is before[2] and now[3] == before[3]
 
 
 def _only_pass(ledger: ParameterLedger) -> Link | None:
