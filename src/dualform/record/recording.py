@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record.capture import Capture
+from dualform.record.hooks import Capture
 from dualform.record.choose import Chosen, described
 from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
