@@ -44,7 +44,9 @@ def test_lines_and_metadata(table, group):
     found = describe(written(table, row_group_size=group))
     assert found.lines == table.height
     assert found.metadata["dualform"] == "label é"
-    assert found.nbytes >= table.estimated_size() or not table.height
+    # a copy, since Polars 1.33 counts the whole column for a slice of lists
+    copied = pl.DataFrame(table.to_dict(as_series=False), schema=table.schema)
+    assert found.nbytes >= copied.estimated_size() or not table.height
 
 
 def test_memory_is_bounded_from_above_without_decoding():
@@ -171,6 +173,8 @@ def test_pages_that_hold_another_number_of_values_than_the_footer_says(apart, li
 def test_columns_that_are_elsewhere(apart, field, value):
     pages, footer = apart
     column = footer[FILE_GROUPS][0][GROUP_COLUMNS][0][3]
+    if field not in column:
+        pytest.skip("old versions of Polars do not write where the dictionary is")
     if column[field] == value:
         pytest.skip("no change")
     column[field] = value
