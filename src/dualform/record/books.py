@@ -627,6 +627,9 @@ def _share_factors(looks: Looks, audited: list[tuple[int, _Audited]]) -> None:
             one.verdict = audit.explain(one.links, looks.seen(place), one.ledger.roundoff, last_factor=factor)
             if one.verdict.explained:
                 break
+        is_kept = not one.ledger.is_matrix
+        if not one.verdict.explained and is_kept and not any(other.determined for other in verdicts):
+            one.verdict = audit.explain_rounding(one.links, looks.seen(place), one.ledger.roundoff)
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:
