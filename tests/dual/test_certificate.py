@@ -237,6 +237,21 @@ def test_gradients_of_every_kind_of_layer_have_their_recorded_size(tmp_path, nam
         assert wrong.found == pytest.approx(2 * wrong.stored, rel=0.01)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_in_many_micro_batches_is_off_by_the_same_rounding_in_each(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("os.urandom", lambda count: seed.to_bytes(count, "little"))
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 3)
+    inputs = torch.randn(1, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float16") as recorder:
+        for _ in range(64):
+            recorder.batch(sample_id=[0])
+            model(inputs).square().sum().backward()
+        optimizer.step()
+    assert wrong_size(dualform.open(tmp_path / "run").store, "weight", 1) is None
+
+
 def test_projections_estimate_the_distance_of_a_weight_with_few_outputs(tmp_path, monkeypatch):
     """A single output is seen through 16 random columns, whose squares add up."""
     ratios = []

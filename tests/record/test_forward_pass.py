@@ -693,7 +693,8 @@ def test_rows_have_names_after_a_batch_of_equal_rows_before_a_batch_normalisatio
             F.cross_entropy(model(inputs[batch]), torch.tensor(batch) % 3).backward()
             optimizer.step()
     names, _ = named_slots(tmp_path / "run", "5")
-    assert names[2:] == [0, 1, 2, 4]
+    assert names == [3, 3, 0, 1, 2, 4]
+    assert set(dualform.open(tmp_path / "run", model).verify().rows["proved"]) == {1}
 
 
 def test_an_empty_batch_beside_position_ids_that_all_rows_share(tmp_path):

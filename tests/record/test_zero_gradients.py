@@ -414,6 +414,35 @@ def test_a_bias_before_batch_normalisation_in_another_optimizer_than_its_weight(
     assert dual.verify().passed
 
 
+def train_bias_alone(folder, optimizer, *, loss_scale, added=0.0):
+    """Train nothing but a bias before a batch normalisation: no other gradient tells by what its rounding was scaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)).double().requires_grad_(False)
+    bias = model[0].bias.requires_grad_(True)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    optimizer = OPTIMIZERS[optimizer]([bias])
+    with dualform.record(model, optimizer, folder, layers=["0"]) as recorder:
+        for ids in torch.arange(6).split(3):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            (loss_scale * F.cross_entropy(model(inputs[ids]), ids % CLASSES)).backward()
+            bias.grad.div_(loss_scale).add_(added)
+            optimizer.step()
+    return dualform.open(folder, model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loss_scale", [1e-3, 1.0, 65536.0])
+def test_rounding_of_unknown_scale_is_not_refused(tmp_path, optimizer, loss_scale):
+    assert train_bias_alone(tmp_path / "run", optimizer, loss_scale=loss_scale).verify().passed
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_more_than_scaled_rounding_is_refused(tmp_path, optimizer):
+    with pytest.raises(UnexplainedError):
+        train_bias_alone(tmp_path / "run", optimizer, loss_scale=1e-3, added=1e-6)
+
+
 def test_a_micro_batch_whose_gradients_are_zero_keeps_its_rows(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.gradients import Replayed, Slots, kept_rows, updates_of
-from dualform.dual.rounding import BOTH_ROUNDED, storage_roundoff
+from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
 from dualform.projection import Projection
@@ -24,6 +24,8 @@ from dualform.store.reader import Store
 
 AUDIT_SLACK = 64.0
 """The recorder takes this many roundoffs of the sum of absolute terms for rounding."""
+EVENLY_SPREAD = 3.0
+"""The square of what is off by up to 1, evenly spread, is 1 / 3 on average."""
 STORAGE_SLACK = 4.0
 """This many standard deviations of the rounding of stored slots pass."""
 
@@ -101,24 +103,53 @@ class _Check:
     def rounding_of(self, slots: Sequence[Slots]) -> float:
         """How far rounding may have moved that size."""
         terms = 0.0
-        variance = 0.0
-        for factor, layer, keys, errors, _ in slots:
-            of_keys = keys.square_norms().double()
-            squares = of_keys * errors.double().square().sum(1)
+        for factor, _, keys, errors, _ in slots:
+            squares = keys.square_norms().double() * errors.double().square().sum(1)
             terms += abs(factor) * float(squares.sqrt().sum())
-            if self._storage:
-                repeats = _most_repeats(of_keys[squares > 0]) if layer.form == "vectors" else 1
-                variance += repeats * factor**2 * float(squares.sum())
-        spread = BOTH_ROUNDED * self._storage * math.sqrt(variance)
+        spread = self._storage * math.sqrt(self._variance_of(slots)) if self._storage else 0.0
         return AUDIT_SLACK * self._roundoff * terms + STORAGE_SLACK * spread
 
+    def _variance_of(self, slots: Sequence[Slots]) -> float:
+        """The variance of the gradient seen through R, if each stored number is off by up to one part of its size, evenly spread.
 
-def _most_repeats(square_norms: Tensor) -> int:
-    """How often a key occurs among some, at most: equal keys are off by the same rounding. They have the same norm."""
-    if not len(square_norms):
-        return 1
-    _, counts = np.unique(square_norms.numpy(), return_counts=True)
-    return int(counts.max())
+        The same sample in several micro-batches has equal slots, which are off by the same.
+        """
+        key_counts = _counts_of_equals([keys.square_norms() for _, _, keys, _, _ in slots])
+        error_counts = _counts_of_equals([errors.square().sum(1) for _, _, _, errors, _ in slots])
+        total = 0.0
+        for (factor, layer, keys, errors, _), equal_keys, equal_errors in zip(
+            slots, key_counts, error_counts, strict=True
+        ):
+            random = self._projection.random_like(errors)
+            for use in self._gradients.uses(layer):
+                of_keys, of_errors = _squares_through(use, keys, errors, random)
+                squares = equal_keys * of_keys.double() + equal_errors * of_errors.double()
+                total += factor**2 * float(squares.sum())
+        return total / (EVENLY_SPREAD * self._projection.columns)
+
+
+def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
+    """How many of all vectors are equal to each: they have the same norm. square_norms: (n,) for each call."""
+    if not square_norms:
+        return []
+    _, places, counts = np.unique(torch.cat(list(square_norms)).numpy(), return_inverse=True, return_counts=True)
+    return list(torch.from_numpy(counts[places]).split([len(norms) for norms in square_norms]))
+
+
+def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """‖d(slot @ R)‖² of each slot, if each number of its key is off by its own size, and the same for its error signal: two times (n,)."""
+    used = part(errors, use.errors)
+    square_rows = random.square().sum(1, keepdim=True)
+    if use.role == "table":  # keys are one-hot: exact
+        of_errors = (used.square() @ square_rows)[:, 0]
+        return torch.zeros_like(of_errors), of_errors
+    in_key = keys.squared().project(square_rows, use.keys, use.groups)[..., 0]
+    seen_key = keys.project(random, use.keys, use.groups).square().sum(-1)
+    sizes = in_groups(used, use.groups).square().sum(-1)
+    sizes = sizes.reshape(in_key.shape)
+    of_keys = (in_key * sizes).reshape(len(used), -1).sum(1)
+    of_errors = (seen_key * sizes).reshape(len(used), -1).sum(1)
+    return of_keys, of_errors
 
 
 def _look(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> Tensor:

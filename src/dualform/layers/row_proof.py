@@ -263,10 +263,19 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
     if decision.is_proved and decision.where != SHARED and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)
-    if decision.is_proved and decision.where == SHARED and trial.are_rows_equal:
-        # It may be rounding alone, behind a batch normalisation, which does not follow the rows
-        return Decision(SHARED, SAME_FOR_ALL_ROWS, may_differ=True)
+    if trial.are_rows_equal and decision.where is not None:
+        return _decide_for_equal_rows(decision)
     return decision
+
+
+def _decide_for_equal_rows(decision: Decision) -> Decision:
+    """What a batch of equal rows shows is settled by a later batch.
+
+    Behind a batch normalisation, equal rows become rounding alone, which stays in place when rows move, as if all rows shared it.
+    In evaluation mode equal rows stay equal, and the first axis can be taken by its length.
+    """
+    hidden_by = MIXING if decision.is_proved and decision.where == SHARED else decision.hidden_by
+    return replace(decision, why=decision.why or SAME_FOR_ALL_ROWS, hidden_by=hidden_by, may_differ=True)
 
 
 def _moved_input(trial: _Trial, moved: tuple[RowMap, Calls], layer: str, call: int) -> Experiment | None:

@@ -29,6 +29,9 @@ UNDERFLOW = 1e-35
 """A rest this small is no reason to refuse a gradient: below 1e-38, float32 loses digits, and soon all of them."""
 SURE = 4.0
 """A factor within this many standard errors of 1 is 1."""
+LARGEST_FACTOR = 1024.0
+"""A gradient that is rounding alone may have been multiplied by up to this much after its backward pass, if no other gradient tells by what: by
+the number of processes or of micro-batches, or by the inverse of a loss scale."""
 BETTER = 16.0
 """A gradient whose signal is this many times as large tells better by what both were scaled."""
 
@@ -174,6 +177,20 @@ def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
     known = [one for one in verdicts if one.explained and 1 / SLACK < one.signal < math.inf]
     known.sort(key=lambda one: one.signal, reverse=True)
     return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
+
+
+def explain_rounding(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
+    """Explain a gradient as rounding that was scaled, where no gradient of its update tells by what.
+
+    Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are kept as they were.
+    """
+    seen = looked.astype(np.float64, copy=False)
+    total = _Sum(np.zeros_like(seen), 0.0, 0.0)
+    for link in links:
+        total = total.plus(link)
+    size = math.sqrt(float(seen @ seen))
+    is_rounding = size <= LARGEST_FACTOR * total.rounding(roundoff)
+    return Verdict([0.0] * len(links), 1.0, is_rounding, total.signal(roundoff), size)
 
 
 def _chain(links: Sequence[Link], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:

@@ -326,6 +326,9 @@ def _share_factors(projections: Projections, audited: list[tuple[int, _Audited]]
             one.verdict = audit.explain(one.links, projections.seen(place), one.ledger.roundoff, last_factor=factor)
             if one.verdict.explained:
                 break
+        is_kept = not one.ledger.is_matrix
+        if not one.verdict.explained and is_kept and not any(other.determined for other in verdicts):
+            one.verdict = audit.explain_rounding(one.links, projections.seen(place), one.ledger.roundoff)
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:
