@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record.hooks import Capture
 from dualform.record.choose import Chosen, described
 from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.hooks import Capture
 from dualform.record.interrupts import INTERRUPTS, is_running
 from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger
