@@ -25,7 +25,7 @@ def test_rows_that_sum_to_zero_are_seen_by_every_column(inputs):
     for seed in range(200):
         R = random_columns(inputs, 1, torch.float64, torch.Generator().manual_seed(seed))
         assert (row @ R).abs().min() > 1e-6
-        assert 0.5 <= R.square().min()
+        assert R.square().min() >= 0.5
         assert R.square().max() <= 1.5
 
 

@@ -127,7 +127,7 @@ def subject(
 def _try(dual: dualform.Dual, tests: TestSet) -> None:
     """Ask the model once, before anybody looks at a page: inputs of another form are told here."""
     part, place = tests.place(0)
-    model = dual.primal()
+    model = dual.model()
     try:
         with torch.no_grad():
             model(part.batch([place]))

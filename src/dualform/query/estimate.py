@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,9 @@ from dualform.influence.segments import Segment, segments
 from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
 from dualform.progress import Progress
+from dualform.query.cache import cached
 from dualform.query.forward import margin, run
-from dualform.query.influence import Influence
-from dualform.query.remembered import remembered
+from dualform.query.influence import Influence, RowInfluenceScorer
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
@@ -64,6 +65,7 @@ def estimate(
     target: Any,
     settings: Settings,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> Influence:
     """The influence of a run's rows, up to step `end`, on a target for test inputs."""
     if not layers:
@@ -91,7 +93,8 @@ def estimate(
         raise QuestionError("none of these layers was called for these inputs.")
     examples = next(iter(questions[0].values()))[0].slopes.shape[0]
     scored = _scored(store, called, found, questions, settings, progress)
-    return Influence(store, called, end, examples, scored, dtype, silent=settings.silent)
+    scorer = RowInfluenceScorer(store, called, end, examples, scored, dtype)
+    return Influence(scorer, silent=settings.silent, executor=executor)
 
 
 def _scored(
@@ -130,7 +133,7 @@ def _scored(
 
 def loss_mean_of(store: Store, mean: str) -> LossMean:
     """By what error signals were divided, found once for an open store."""
-    return remembered(store, ("loss mean", mean), lambda: LossMean(store, mean))
+    return cached(store, ("loss mean", mean), lambda: LossMean(store, mean))
 
 
 def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.query.remembered import remembered
+from dualform.query.cache import cached
 from dualform.query.written import written
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
@@ -24,7 +24,7 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
     A slot that serves all rows has null in the user's columns and as its row.
     """
     columns = [c.name for c in store.manifest.columns]
-    starts, size, blocks = remembered(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
+    starts, size, blocks = cached(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
     block = np.minimum(slots // size, len(starts) - 1) if size else np.searchsorted(starts, slots, side="right") - 1
     step, backward, call, first_row, _, positions, _ = blocks.take(block, axis=1)
     within, position = slots - starts[block], np.zeros_like(slots)
