@@ -13,9 +13,9 @@ from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan
 from dualform.dual.parallel import rebuild_each
 from dualform.dual.totals import View, find
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.progress import Progress
+from dualform.progress import Progress, report
 from dualform.query.conditions import Bools, Condition, Where, condition_columns, matching_groups
-from dualform.query.network import Network, check_all_outputs, counted
+from dualform.query.network import Network, check_all_outputs
 from dualform.store.reader import Store
 
 READS = ("fewest", "kept")
@@ -103,7 +103,7 @@ def _from_slots(
         check_all_outputs(mask.store, name, "masked()")
     trained = {name: weights[name] for name in parameters if name not in rebuilt}
     values = rebuild_each(mask.store, parameters, end=mask.end, keep=slots, trained=trained, workers=workers)
-    for name, value in zip(counted("masking", list(parameters), progress), values, strict=True):
+    for name, value in zip(report("masking", parameters, progress), values, strict=True):
         weights[name] = value
     return weights
 

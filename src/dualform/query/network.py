@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
-from dualform.progress import Progress
+from dualform.progress import Progress, report
 from dualform.store.reader import Store
 
 
@@ -73,7 +73,7 @@ class Network:
         others = set(weights) - set(recorded) - self._aliases
         _warn_of_snapshot(others, nearest, step, warned)
         wanted = [name for name in recorded if name not in without]
-        for name in counted("rebuilding", wanted, progress):
+        for name in report("rebuilding", wanted, progress):
             check_all_outputs(self._store, name, f"the network after step {step}")
             weights[name] = rebuilt(self._store, name, begin=nearest, end=step, reached=reached)
         return weights
@@ -86,16 +86,6 @@ def check_all_outputs(store: Store, parameter: str, question: str) -> None:
             f"{question} needs all error signals of {parameter!r}, but only those of some output units were kept (outputs=). "
             f"Leave its layer out with layers=, or ask for a step that has a snapshot: {store.snapshot_steps()}."
         )
-
-
-def counted(what: str, names: list[str], progress: Progress | None) -> Iterator[str]:
-    """Report progress while names are worked through."""
-    for done, name in enumerate(names):
-        if progress is not None:
-            progress(what, done, len(names))
-        yield name
-    if progress is not None:
-        progress(what, len(names), len(names))
 
 
 def _warn_of_snapshot(names: set[str], nearest: int, step: int, warned: set[str] | None) -> None:

@@ -44,6 +44,13 @@ class Ranking(NamedTuple):
         return Ranking(self.slots.gather(1, places), self.scores.gather(1, places))
 
 
+def merged(one: Ranking, other: Ranking, k: int, order: Order) -> Ranking:
+    """Return the k best of two rankings of at most k slots each."""
+    if not one.slots.shape[1]:
+        return other
+    return side_by_side([one, other]).best(k, order)
+
+
 def side_by_side(rankings: list[Ranking]) -> Ranking:
     """Join rankings of the same queries."""
     slots = torch.cat([ranking.slots for ranking in rankings], 1)

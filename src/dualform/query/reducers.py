@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dualform.query.groups import Groups
-from dualform.query.ranking import Order, Ranking, rank_keys, side_by_side, top_places
+from dualform.query.ranking import Order, Ranking, merged, rank_keys, top_places
 from dualform.query.scan import Tile
 
 FEW_GROUPS = 64
@@ -44,7 +44,7 @@ class TopK:
         self._take(Ranking(slots[places], scores.gather(1, places)))
 
     def _take(self, other: Ranking) -> None:
-        self.ranking = side_by_side([self.ranking, other]).best(self._k, self._order)
+        self.ranking = merged(self.ranking, other, self._k, self._order)
 
 
 class TopKPerGroup:

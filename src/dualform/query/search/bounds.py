@@ -151,7 +151,8 @@ class Products:
 
 def _product(queries: Tensor, stretches: Iterable[Tensor]) -> Tensor:
     """Return queries (m, d) · vectors, which come some at a time, (m, n)."""
-    return torch.cat([queries @ vectors.to(queries.dtype).T for vectors in stretches], 1)
+    found = [queries @ vectors.to(queries.dtype).T for vectors in stretches]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 class AttentionBounds:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.query.ranking import Order, Ranking, rank_keys, side_by_side, stacked, top_places
+from dualform.query.ranking import Order, Ranking, merged, rank_keys, stacked, top_places
 from dualform.query.search.bounds import Bounds
 from dualform.query.search.members import Members
 
@@ -18,7 +18,7 @@ AHEAD = 1.25
 """How many slots are scored first, for each one wanted."""
 AT_ONCE = 1 << 22
 """Up to this many bounds, of all queries and slots together, are computed at once."""
-LOOK = 1 << 14
+LOOK = 1 << 13
 LOOK_PER_WANTED = 32
 """Where there are more, the first look is at this many of the longest slots only, or at this many for each one wanted."""
 MOST_QUERIES = 256
@@ -107,7 +107,7 @@ class _Search:
         columns = top_places(rank_keys(scores, self._order), self._k, codes, self._members.groups)
         for group, best in enumerate(columns):
             found = Ranking(slots[best], scores.gather(1, best))
-            self.best[group] = side_by_side([self.best[group], found]).best(self._k, self._order)
+            self.best[group] = merged(self.best[group], found, self._k, self._order)
         self._is_scored[places.numpy()] = True
 
     def _promising(self, guess: Tensor, places: Tensor) -> Tensor:
