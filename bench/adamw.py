@@ -20,7 +20,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
     arguments = parser.parse_args()
-    dual = recordings.recorded("adamw").until(arguments.steps)
+    dual = recordings.recorded("adamw").at(arguments.steps)
     images = recordings.queries(128)
 
     def gradients(shapes: list[tuple[int, int]]) -> None:
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     everything = [(784, 800), (800, 800), (800, 10)]
     compare(
         f"masked under AdamW, {arguments.steps} steps",
-        lambda: dual.masked(keep=pl.col("sample_id") % 2 == 0),
+        lambda: dual.masked(only=pl.col("sample_id") % 2 == 0),
         command=COMMAND,
         limits={"the gradients once": lambda: gradients(everything)},
         bars=[Bar("the gradients once", 3)],

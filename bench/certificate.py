@@ -60,10 +60,10 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
     certificate = dual.verify()
     print(f"\n{dtype}: accuracy {mnist.accuracy(model, test_images, TEST[1]):.4f}, {dual.store.nbytes / 1e9:.2f} GB")
     print(certificate)
-    everything = dual.masked(keep=pl.col("label") >= 0, read="kept")
+    everything = dual.masked(only=pl.col("label") >= 0, read="kept")
     half = pl.col("label") < 5
-    low, high = dual.masked(keep=half, read="kept"), dual.masked(drop=half, read="kept")
-    nothing = dual.masked(keep=pl.col("label") < 0, read="kept")
+    low, high = dual.masked(only=half, read="kept"), dual.masked(drop=half, read="kept")
+    nothing = dual.masked(only=pl.col("label") < 0, read="kept")
     opposite = copy.deepcopy(low)
     with torch.no_grad():
         for name, value in opposite.named_parameters():
@@ -74,11 +74,11 @@ def measure(dtype: str, steps: int, folder: Path) -> dict[str, Any]:
         "accuracy": mnist.accuracy(model, test_images, TEST[1]),
         "gigabytes": dual.store.nbytes / 1e9,
         "certificate": {row["parameter"]: row for row in certificate.frame.to_dicts()},
-        f"at_step({halfway}) against the checkpoint": distances(dual.at_step(halfway), middle, start, halfway),
+        f"at({halfway}).model() against the checkpoint": distances(dual.at(halfway).model(), middle, start, halfway),
         f"until({halfway}) against the checkpoint": distances(
-            dual.until(halfway).masked(keep=pl.col("label") >= 0, read="kept"), middle, start, halfway
+            dual.at(halfway).masked(only=pl.col("label") >= 0, read="kept"), middle, start, halfway
         ),
-        "masked(keep=everything) against the model": distances(everything, model, start, steps),
+        "masked(only=everything) against the model": distances(everything, model, start, steps),
         "mask + opposite against the model": distances(opposite, model, start, steps),
         "contributions of the last layer, largest relative remainder": rest,
     }

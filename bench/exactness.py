@@ -244,10 +244,10 @@ def cell(network: str, optimizer: str, dtype: str, steps: int, folder: Path) -> 
     above = certificate.filter(pl.col("gap") > TOLERANCE[dtype])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # running statistics come from a snapshot
-        half = dict(dual.at_step(steps // 2).named_parameters())
-        kept = dict(dual.masked(keep=pl.col("half") == 0, read="kept").named_parameters())
+        half = dict(dual.at(steps // 2).model().named_parameters())
+        kept = dict(dual.masked(only=pl.col("half") == 0, read="kept").named_parameters())
         dropped = dict(dual.masked(drop=pl.col("half") == 0, read="kept").named_parameters())
-        nothing = dict(dual.masked(keep=pl.lit(False), read="kept").named_parameters())
+        nothing = dict(dual.masked(only=pl.lit(False), read="kept").named_parameters())
     # A mask and its opposite may each be far larger than their sum: a bias before a normalisation, whose true gradient is zero
     parts_moved = {n: apart(kept, nothing)[n] + apart(dropped, nothing)[n] for n in kept}
     parts_size = {n: norms(kept)[n] + norms(dropped)[n] for n in kept}
@@ -275,8 +275,8 @@ batches of {rows}, a cosine schedule, clipping by norm, one thread).
 Each network is trained with each optimizer while it is recorded, and then checked in four ways:
 
 - **verify**: every parameter put together from its slots, against the trained one;
-- **middle**: `at_step({middle})` against the weights that training had then;
-- **masks**: `masked(keep=half)` + `masked(drop=half)` − `masked(keep=nothing)` against the trained weights;
+- **middle**: `at({middle}).model()` against the weights that training had then;
+- **masks**: `masked(only=half)` + `masked(drop=half)` − `masked(only=nothing)` against the trained weights;
 - **logit**: the contributions of the last layer and its initial part, summed, against the model's own logit, for five inputs.
 
 A figure is the worst of all parameters: ‖difference‖ / ‖W_T − W_0‖; for masks, relative to how far the two masked networks moved (a

@@ -76,7 +76,7 @@ def measure(folder: Path, repeats: int) -> dict[str, object]:
 
     def attention_scan() -> None:
         for layer in dual.attend(test).values():
-            for _ in layer.weights():
+            for _ in layer.scores():
                 pass
 
     def attention_best() -> None:

@@ -44,7 +44,7 @@ def two_tasks(dual: dualform.Dual, rounds: int) -> None:
 
     compare(
         f"masked, any condition: {kept:,} of {dual.rows.height:,} rows kept, float16",
-        lambda: dual.masked(keep=condition),
+        lambda: dual.masked(only=condition),
         command=COMMAND,
         limits={"sgemm over the kept slots": sgemm},
         bars=[Bar("sgemm over the kept slots", 2)],

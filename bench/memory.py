@@ -31,7 +31,7 @@ QUESTIONS: dict[str, Ask] = {
     "sizes by label of 128, the input layer": lambda dual, images: dual.attend(images)["0"].total(
         "label", absolute=True
     ),
-    "masked, the last layer": lambda dual, images: dual.masked(keep=pl.col("sample_id") % 2 == 0, layers="4"),
+    "masked, the last layer": lambda dual, images: dual.masked(only=pl.col("sample_id") % 2 == 0, layers="4"),
 }
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def flips(given: argparse.Namespace) -> dict[str, Any]:
                 {
                     "auc": area,
                     "seconds": time.process_time() - before,
-                    "early": mislabel_auc(dual.until(dual.end_step // 10), "flipped"),
+                    "early": mislabel_auc(dual.at(dual.end_step // 10), "flipped"),
                     "final_loss": auc(final, flipped),
                     "memorised": float((logits.argmax(1) == labels)[flipped].double().mean()),
                 }

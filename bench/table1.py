@@ -38,7 +38,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     dual = recordings.recorded("float32")
-    images, model = recordings.queries(arguments.images), dual.primal()
+    images, model = recordings.queries(arguments.images), dual.model()
     KEYS = {layer: dual.layer(layer).keys for layer in dual.layers}
     distinct = torch.cat([keys for _, keys in dual.store.distinct_keys("0", torch.float32)])
     times = arguments.images / arguments.authors

@@ -38,7 +38,7 @@ def streamed(dual: dualform.Dual, layers: list[str]) -> None:
 
 def many(dual: dualform.Dual, images: Tensor, rounds: int) -> None:
     """128 queries."""
-    queries = recordings.hidden(dual.primal(), images, LAYER)
+    queries = recordings.hidden(dual.model(), images, LAYER)
     keys = dual.layer(LAYER).keys
     faiss.omp_set_num_threads(torch.get_num_threads())
     faiss.cvar.distance_compute_blas_threshold = (

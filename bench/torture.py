@@ -58,7 +58,7 @@ def prepare() -> None:
     """Import and use once, before any fork, what every child needs; but not Polars, which does not survive a fork."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in ("query.opened", "record.begin", "totals.build"):
+    for name in ("query.dual", "record.begin", "totals.build"):
         importlib.import_module(f"dualform.{name}")
     np.median([1.0])  # imports more of NumPy
     for kind in runs.KINDS.values():

@@ -51,7 +51,7 @@ if __name__ == "__main__":
     ours = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, paths = dual.primal(), []
+        model, paths = dual.model(), []
         for number in range(CHECKPOINTS):  # where they are does not matter for the time
             paths.append(str(Path(folder) / f"{number}.pt"))
             torch.save(model.state_dict(), paths[-1])

@@ -43,7 +43,7 @@ def recorded(steps, *, momentum=0.9, ignored=(), **record_settings):
 
 
 def all_weights(answer):
-    pieces = [scores for _, scores in answer.weights()]
+    pieces = [scores for _, scores in answer.scores()]
     return torch.cat(pieces, dim=-1) if pieces else torch.zeros(*answer.queries.shape[:2], 0)
 
 
@@ -95,7 +95,7 @@ def test_the_size_of_batches_changes_nothing(ids, parts):
         for name in one.layers:
             torch.testing.assert_close(many.layer(name).keys, one.layer(name).keys, rtol=0, atol=1e-13)
             torch.testing.assert_close(many.layer(name).values, one.layer(name).values, rtol=0, atol=1e-13)
-        assert_same_weights(many.primal(), one.primal().state_dict(), atol=1e-13)
+        assert_same_weights(many.model(), one.model().state_dict(), atol=1e-13)
 
 
 @given(cuts=st.lists(st.integers(0, SAMPLES), max_size=3), k=st.integers(1, 8))
@@ -136,8 +136,8 @@ conditions = st.sampled_from(
 @given(steps=batches, condition=conditions)
 def test_a_mask_and_its_opposite_add_up(steps, condition):
     with recorded(steps) as (dual, model):
-        kept, dropped = (dual.masked(keep=where, read="kept").state_dict() for where in (condition, ~condition))
-        nothing = dual.masked(keep=pl.col("step") < 0, read="kept").state_dict()
+        kept, dropped = (dual.masked(only=where, read="kept").state_dict() for where in (condition, ~condition))
+        nothing = dual.masked(only=pl.col("step") < 0, read="kept").state_dict()
         for name, full in model.state_dict().items():
             torch.testing.assert_close(kept[name] + dropped[name], full + nothing[name], rtol=0, atol=1e-13)
         for name in dual.layers:
@@ -156,9 +156,9 @@ def dual_of_shared_slots(tmp_path_factory):
 @given(condition=conditions)
 def test_a_mask_and_its_opposite_add_up_with_slots_that_have_no_row(dual_of_shared_slots, condition):
     dual = dual_of_shared_slots
-    kept, dropped = (dual.masked(**{name: condition}).state_dict() for name in ("keep", "drop"))
-    nothing = dual.masked(keep=pl.lit(False), read="kept").state_dict()
-    for name, full in dual.primal().state_dict().items():
+    kept, dropped = (dual.masked(**{name: condition}).state_dict() for name in ("only", "drop"))
+    nothing = dual.masked(only=pl.lit(False), read="kept").state_dict()
+    for name, full in dual.model().state_dict().items():
         torch.testing.assert_close(kept[name] + dropped[name], full + nothing[name], rtol=0, atol=1e-13)
 
 

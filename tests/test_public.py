@@ -20,7 +20,7 @@ def test_the_public_names():
 
 def test_the_users_lines():
     """The names of the design, which users write."""
-    for name in ("verify", "info", "attend", "contributions", "masked", "compact", "until", "at_step", "layer"):
+    for name in ("verify", "info", "attend", "contributions", "masked", "compact", "at", "model", "layer"):
         assert callable(getattr(dualform.Dual, name))
     for name in ("batch", "log", "close", "__enter__", "__exit__"):
         assert callable(getattr(dualform.Recorder, name))

@@ -44,7 +44,7 @@ attention = dual.attend(x)["map"]
 attention.top(10)
 attention.top(10, by="sample_id")
 attention.total("label", absolute=True)
-for some in attention.weights(where=pl.col("label") == 3):
+for some in attention.scores(where=pl.col("label") == 3):
     pass
 dual.contributions(x, target=3)["map"].top(10)
 dual.masked(drop=pl.col("label") == 3)

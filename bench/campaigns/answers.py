@@ -33,9 +33,9 @@ def answers(folder: Path, kind: Kind) -> list[str]:
         for layer in contributions:
             found.append(contributions[layer].top(3, where="label = 1", lowest=True).write_json())
             found.append(contributions[layer].parts().write_json())
-        found += [_weights(dual.masked(keep="sample_id < 4", read="kept")), _weights(dual.at_step(5))]
-        found += [_weights(dual.at_step(step)) for step in dual.store.snapshot_steps()]
-    found += [_weights(dual.masked(drop="label = 1")), _weights(dual.at_step(min(STEPS, dual.end_step)))]
+        found += [_weights(dual.masked(only="sample_id < 4", read="kept")), _weights(dual.at(5).model())]
+        found += [_weights(dual.at(step).model()) for step in dual.store.snapshot_steps()]
+    found += [_weights(dual.masked(drop="label = 1")), _weights(dual.at(min(STEPS, dual.end_step)).model())]
     return found
 
 

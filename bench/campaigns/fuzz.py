@@ -40,7 +40,7 @@ from campaigns.fuzz_cases import PARTS, Case, draw_case
 from campaigns.fuzz_networks import CLASSES, data
 from campaigns.plain import Plain
 from dualform.native.kernels import kernels
-from dualform.query.opened import Dual
+from dualform.query.dual import Dual
 from dualform.store.folder import publish
 from dualform.store.format import load_manifest
 from reference import attention as reference  # type: ignore[import-not-found]
@@ -275,7 +275,7 @@ class Comparison:
             answer = attention[name]
             queries = answer.queries.reshape(-1, keys.shape[1]).double().numpy()
             expected = reference.attention_weights(keys.tolist(), queries.tolist())
-            pieces = [scores.reshape(len(queries), -1) for _, scores in answer.weights()]
+            pieces = [scores.reshape(len(queries), -1) for _, scores in answer.scores()]
             found = torch.cat(pieces, dim=1).numpy() if pieces else np.zeros_like(expected)
             _close(f"attention of {name}", found, expected, tolerance)
             if len(keys):
@@ -304,7 +304,7 @@ class Comparison:
             return
         answer = self.dual.contributions(self.inputs, target=target)["head"]
         parts = answer.parts()
-        primal = self.dual.primal()
+        primal = self.dual.model()
         hidden = self._inputs_of_head(primal)
         with torch.no_grad():
             output = primal(self.inputs)[:, target].double().numpy()
@@ -341,9 +341,9 @@ class Comparison:
     def _masks_are_as_replayed(self) -> None:
         """A mask gives the weights of the replay without some rows; a mask and its opposite add up."""
         read = "kept"
-        kept = self.dual.masked(keep="part = 1", read=read).state_dict()
+        kept = self.dual.masked(only="part = 1", read=read).state_dict()
         dropped = self.dual.masked(drop="part = 1", read=read).state_dict()
-        nothing = self.dual.masked(keep="part = 99", read=read).state_dict()
+        nothing = self.dual.masked(only="part = 99", read=read).state_dict()
         whole = self.model.state_dict()
         recorded = [parameter.name for parameter in self.dual.store.manifest.parameters]
         for name in recorded:

@@ -11,7 +11,7 @@ from dualform.version import __version__
 if typing.TYPE_CHECKING:
     from dualform.dual.layer import DualLayer
     from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
-    from dualform.query.opened import Dual, open
+    from dualform.query.dual import Dual, open
     from dualform.record import Recorder, record
     from dualform.totals.build import build_totals
 
@@ -33,7 +33,7 @@ __all__ = [
 _ROOMS = {
     "dualform.dual.layer": ("DualLayer",),
     "dualform.evaluate": ("LogLikelihood", "Margin", "Study", "evaluate"),
-    "dualform.query.opened": ("Dual", "open"),
+    "dualform.query.dual": ("Dual", "open"),
     "dualform.record": ("Recorder", "record"),
     "dualform.totals.build": ("build_totals",),
 }

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.progress import Progress
-from dualform.query.masks import Mask, read_condition
-from dualform.query.opened import Dual
+from dualform.query.conditions import Condition, read_condition
+from dualform.query.dual import Dual
 from dualform.query.slots import describe
 
 READERS = (".npy", ".safetensors", ".parquet")
@@ -37,7 +37,7 @@ def write_rows(dual: Dual, folder: Path, *, where: str | None = None) -> Exporte
     """
     rows = dual.rows.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     if where is not None:
-        Mask(dual.store, where, dual.end_step)  # its errors say what is wrong with the condition
+        Condition(dual.store, where, dual.end_step)  # its errors say what is wrong with the condition
         condition = read_condition(where, "where")
         if set(condition.meta.root_names()) <= _per_row(dual):
             rows = rows.filter(condition)
@@ -67,7 +67,7 @@ def write_all(
 ) -> Exported:
     """Every attention weight, a file for each stretch of slots: `attention-LAYER/part-000000.parquet`, …"""
     attention = dual.attend({layer: queries})[layer]
-    stretches = attention.weights(where=where)
+    stretches = attention.scores(where=where)
     path = folder / f"attention-{_file_name(layer)}"
     path.mkdir(exist_ok=True)
     for old in path.glob("part-*.parquet"):

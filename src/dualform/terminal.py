@@ -257,7 +257,7 @@ Python:
                         nn.Linear({width}, 10))   # its weights come from the recording
   dual = dualform.open("{demo.folder}", model)
   dual.masked(drop=pl.col("label") == {lost})   # the network without its memory of {lost}s
-  dual.at_step({half})                        # the network as it was then
+  dual.at({half}).model()                        # the network as it was then
   dual.layer("4").keys                     # X of equation 13; .values, .initial_weight
 """.rstrip(),
         markup=False,

@@ -81,10 +81,10 @@ def test_what_is_not_finite_does_not_pass(tmp_path):
 def test_an_earlier_moment_is_compared_with_a_snapshot_if_there_is_one(with_snapshots):
     run = with_snapshots
     snapshots = run.dual.store.snapshot_steps()
-    at_snapshot = run.dual.until(snapshots[1]).verify()
+    at_snapshot = run.dual.at(snapshots[1]).verify()
     assert at_snapshot.passed
     assert at_snapshot.compared_with == "the stored weights"
-    later = run.dual.until(snapshots[1] + 1).verify()
+    later = run.dual.at(snapshots[1] + 1).verify()
     assert later.passed
     assert f"snapshot at step {snapshots[1]}" in later.compared_with
 
@@ -96,7 +96,7 @@ def without_snapshots(tmp_path_factory):
 
 
 def test_without_weights_to_compare_with_projections_are_compared(without_snapshots):
-    certificate = without_snapshots.until(3).verify()
+    certificate = without_snapshots.at(3).verify()
     assert certificate.passed, certificate
     assert (
         certificate.compared_with == "projections of the weights, stored after each step (there is no later snapshot)"
@@ -269,8 +269,8 @@ def test_projections_estimate_the_distance_of_a_weight_with_few_outputs(tmp_path
                 if step == 0:
                     trained = model.weight.detach().double().clone()
         dual = dualform.open(tmp_path / f"run{seed}", model)
-        distance = float((dual.at_step(1).weight.detach().double() - trained).norm())
-        certificate = dual.until(1).verify()
+        distance = float((dual.at(1).model().weight.detach().double() - trained).norm())
+        certificate = dual.at(1).verify()
         assert certificate.compared_with.startswith("projections")
         ratios.append(certificate.frame["distance"][0] / distance)
     assert 1 / 3 < np.mean(np.square(ratios)) < 3

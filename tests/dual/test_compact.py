@@ -65,7 +65,7 @@ def test_the_model_has_the_compacted_weights_and_the_rest_as_trained(trained):
 
 
 def test_before_training_there_is_nothing_to_lose(trained):
-    layer = trained.dual.until(0).compact(1)["0"]
+    layer = trained.dual.at(0).compact(1)["0"]
     assert layer.error == 0
     assert torch.equal(layer.weight, trained.checkpoints[0]["0.weight"])
 

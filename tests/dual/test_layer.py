@@ -57,7 +57,7 @@ def test_shapes(dual):
 
 
 def test_earlier_it_had_fewer_slots(trained):
-    layer = trained.dual.until(2).layer("0")
+    layer = trained.dual.at(2).layer("0")
     assert layer.keys.shape == (10, 5)
     before = trained.checkpoints[2]
     expected = INPUTS @ before["0.weight"].T + before["0.bias"]
@@ -65,7 +65,7 @@ def test_earlier_it_had_fewer_slots(trained):
 
 
 def test_before_the_first_step_it_is_the_initialisation(trained):
-    layer = trained.dual.until(0).layer("0")
+    layer = trained.dual.at(0).layer("0")
     assert layer.slots == 0
     assert layer.keys.shape == (0, 5)
     assert layer.values.shape == (0, 7)

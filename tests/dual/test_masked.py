@@ -8,7 +8,7 @@ from sealed import STEPS, train
 import dualform
 from dualform.dual.masked import masked, plan
 from dualform.dual.weights import rebuilt
-from dualform.query.masks import Mask
+from dualform.query.conditions import Condition
 from dualform.store.slots import SlotChunk
 
 CONDITIONS = {
@@ -31,7 +31,7 @@ def dual(request, tmp_path_factory):
 
 
 def mask(dual, condition):
-    return Mask(dual.store, condition, dual.end_step)
+    return Condition(dual.store, condition, dual.end_step)
 
 
 def parameters(dual):
@@ -41,8 +41,8 @@ def parameters(dual):
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
 @pytest.mark.parametrize("end", [2, 6, 7, STEPS])
 def test_it_is_the_initial_part_and_what_is_kept(dual, condition, end):
-    then = dual.until(end)
-    keep, trained = mask(then, condition), then.primal().state_dict()
+    then = dual.at(end)
+    keep, trained = mask(then, condition), then.model().state_dict()
     for name in parameters(dual):
         found = masked(dual.store, name, trained[name], end=end, keep=keep)
         expected = rebuilt(dual.store, name, begin=0, end=end, keep=keep)
@@ -61,7 +61,7 @@ def test_the_fewer_are_read(dual, condition):
                     (kept if taken else left)[step // 3 * 3] += 1
         expected = sum(min(kept[begin], left[begin]) for begin in kept)
         assert plan(dual.store, name, end=STEPS, keep=keep).slots == expected
-        assert dual.mask_reads(keep=condition)[name] == expected
+        assert dual.mask_reads(only=condition)[name] == expected
 
 
 @pytest.mark.parametrize("condition", ["step < 6", "step BETWEEN 3 AND 8", "true", "false"])
@@ -73,7 +73,7 @@ def test_whole_stretches_need_no_slots(dual, condition, monkeypatch):
 
     for name in ("keys", "errors", "some_keys", "some_errors"):
         monkeypatch.setattr(SlotChunk, name, refuse)
-    found = dual.masked(keep=condition).state_dict()
+    found = dual.masked(only=condition).state_dict()
     for name, value in zip(parameters(dual), expected, strict=True):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-13)
 
@@ -107,7 +107,7 @@ def test_group_deltas_need_no_slots(tmp_path):
 def test_of_groups_too_the_fewer_are_taken(tmp_path, optimizer, condition):
     """Those left out from the trained weights, or those kept on top of the initial part."""
     dual = train(tmp_path / "run", optimizer, totals=["label"])
-    found, expected = (dual.masked(keep=condition, read=read).state_dict() for read in ("fewest", "kept"))
+    found, expected = (dual.masked(only=condition, read=read).state_dict() for read in ("fewest", "kept"))
     for name in parameters(dual):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
 
@@ -136,7 +136,7 @@ def test_what_moved_without_slots_is_no_memory(tmp_path):
 def test_in_less_than_double_precision(tmp_path, dtype):
     dual = train(tmp_path / "run", "sgd", precision=torch.float32, dtype=dtype)
     for condition in CONDITIONS.values():
-        found = dual.masked(keep=condition).state_dict()
+        found = dual.masked(only=condition).state_dict()
         for name in parameters(dual):
             expected = rebuilt(dual.store, name, begin=0, end=STEPS, keep=mask(dual, condition))
             bar = 1e-6 if dtype == "float32" else 1e-3

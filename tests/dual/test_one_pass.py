@@ -12,7 +12,7 @@ from dualform.dual.gradients import updates_of
 from dualform.dual.one_pass import in_one_pass
 from dualform.dual.replay import Moment, forward, step_on
 from dualform.native.kernels import kernels
-from dualform.query.masks import Mask
+from dualform.query.conditions import Condition
 from dualform.recursions import KINDS, adam_numbers
 
 compiled = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
@@ -120,7 +120,7 @@ def recorded(path, dtype):
 @pytest.mark.parametrize("where", [None, "label = 1", "true", "false"])
 def test_replays_in_one_pass_are_those_in_many(tmp_path, monkeypatch, dtype, where):
     model, store = recorded(tmp_path / "run", dtype)
-    keep = None if where is None else Mask(store, where, 6)
+    keep = None if where is None else Condition(store, where, 6)
     walks = [updates_of(store, name, end=6) for name, _ in model.named_parameters()]
     done = []
     monkeypatch.setattr(replay, "in_one_pass", lambda *all_: (done.append(in_one_pass(*all_)), done[-1])[1])

@@ -35,7 +35,7 @@ def sealed_run(request, tmp_path_factory):
 
 @pytest.mark.parametrize("end", [2, 6, 7, STEPS])
 def test_masks_and_certificates_do_not_depend_on_the_number_of_workers(sealed_run, end):
-    dual = sealed_run.until(end)
+    dual = sealed_run.at(end)
     one, several = (dual.masked(drop=pl.col("label") == 1, workers=workers) for workers in (1, 3))
     for expected, found in zip(one.parameters(), several.parameters(), strict=True):
         assert torch.equal(expected, found)

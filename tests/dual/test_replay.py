@@ -8,7 +8,7 @@ from dualform.dual import gradients, replay, weights
 from dualform.dual.gradients import updates_of
 from dualform.dual.replay import forward
 from dualform.dual.weights import Reached, rebuilt
-from dualform.query.masks import Mask
+from dualform.query.conditions import Condition
 
 
 def recorded(path, kind):
@@ -39,7 +39,7 @@ def test_later_moments_go_on_from_earlier_ones(tmp_path, kind):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])  # decay beside the gradient, and in it
 def test_a_masked_weight_alone_is_the_one_beside_the_trained_weight(tmp_path, kind):
     model, store = recorded(tmp_path / "run", kind)
-    keep = Mask(store, pl.col("label") == 1, 6)
+    keep = Condition(store, pl.col("label") == 1, 6)
     for name, trained in model.named_parameters():
         updates = updates_of(store, name, end=6)
         both, alone = forward(store, updates, keep), forward(store, updates, keep, only_masked=True)
@@ -52,7 +52,7 @@ def test_a_masked_weight_alone_is_the_one_beside_the_trained_weight(tmp_path, ki
 def test_rows_walk_one_after_the_other_as_they_do_together(tmp_path, monkeypatch, kind, tile, slots):
     """However many rows, and however many steps, are taken at a time."""
     model, store = recorded(tmp_path / "run", kind)
-    keeps = [None, *(Mask(store, where, 6) for where in ("label = 1", "true", "false", "step < 3 OR label = 0"))]
+    keeps = [None, *(Condition(store, where, 6) for where in ("label = 1", "true", "false", "step < 3 OR label = 0"))]
     walks = [(updates_of(store, name, end=6), keep) for name, _ in model.named_parameters() for keep in keeps]
     expected = [forward(store, *walk) for walk in walks]
     monkeypatch.setattr(gradients, "TILE_BYTES", tile)
@@ -74,15 +74,15 @@ def test_rows_walk_one_after_the_other_as_they_do_together(tmp_path, monkeypatch
 def test_before_a_snapshot_a_mask_replays_once(tmp_path, monkeypatch, kind):
     """What is replayed with a mask is not put together without it first."""
     model, store = recorded(tmp_path / "run", kind)
-    then = dualform.open(store.folder, model).until(4)
+    then = dualform.open(store.folder, model).at(4)
     expected = {
-        name: rebuilt(store, name, begin=0, end=4, keep=Mask(store, "label = 1", 4))
-        for name in then.primal().state_dict()
+        name: rebuilt(store, name, begin=0, end=4, keep=Condition(store, "label = 1", 4))
+        for name in then.model().state_dict()
     }
     walks = []
     monkeypatch.setattr(weights, "forward", lambda *args, **more: (walks.append(args), forward(*args, **more))[1])
     for read in ("fewest", "kept"):
-        for name, value in then.masked(keep="label = 1", read=read).state_dict().items():
+        for name, value in then.masked(only="label = 1", read=read).state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
     assert len(walks) == (8 if kind is torch.optim.AdamW else 0)
 
@@ -92,7 +92,7 @@ def test_rows_walk_side_by_side_as_they_do_one_after_the_other(tmp_path, monkeyp
     model, store = recorded(tmp_path / "run", kind)
     monkeypatch.setattr(gradients, "TILE_BYTES", 1)
     monkeypatch.setattr(replay, "SLOT_BYTES", 1)
-    walks = [(updates_of(store, name, end=6), Mask(store, "label = 1", 6)) for name, _ in model.named_parameters()]
+    walks = [(updates_of(store, name, end=6), Condition(store, "label = 1", 6)) for name, _ in model.named_parameters()]
     expected, before = [forward(store, *walk) for walk in walks], torch.get_num_threads()
     try:
         torch.set_num_threads(3)

@@ -75,7 +75,7 @@ def queries(precision):
 
 
 def scores(answer):
-    return torch.cat([found.scores for found in answer.contributions()], -1).double()
+    return torch.cat([found.scores for found in answer.scores()], -1).double()
 
 
 def by_reference(dual, optimizer, settings):
@@ -98,19 +98,20 @@ def test_every_contribution_is_that_of_a_plain_loop(tmp_path, name):
     optimizer, settings = OPTIMIZERS[name]
     dual = train(tmp_path / "run", optimizer, settings)
     written, left, last = by_reference(dual, optimizer, settings)
-    trained = dual.primal()[0].weight.detach().numpy()
+    trained = dual.model()[0].weight.detach().numpy()
     np.testing.assert_allclose(trained, last, rtol=1e-9, atol=1e-12)
     assert (trained[:, NEVER] == 0).all()
     assert (trained[:, FROM_LATE_ON] != 0).any()
     for unit in range(CLASSES):
         answer = dual.contributions(queries(torch.float64), target=unit)["0"]
         expected = np.einsum("si,qi->qs", written[:, unit], queries(torch.float64).numpy())
-        biases = scores(answer._only([use for use in answer.layer.uses if use.role == "bias"], answer._gradients))
+        bias_uses = [use for use in answer.layer.uses if use.role == "bias"]
+        biases = scores(answer._with(answer._scorer.for_uses(bias_uses)))
         found = (scores(answer) - biases).numpy()
         assert np.isfinite(found).all()
         np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9 * np.abs(expected).max())
         assert answer.parts()["remainder"].abs().max() <= 1e-9 * np.abs(expected).sum()
-    masked = dual.masked(keep="label = 1")[0].weight.detach().numpy()
+    masked = dual.masked(only="label = 1")[0].weight.detach().numpy()
     kept = np.array([int(LABELS[i]) == 1 for step in range(STEPS) for i in batch_of(step)])
     np.testing.assert_allclose(masked, left + written[kept].sum(0), rtol=1e-7, atol=1e-9)
 
@@ -139,9 +140,9 @@ def assert_finite_and_adding_up(dual, dtype):
     total = answer.total("label").group_by("query").agg(pl.col("total").sum()).sort("query")["total"]
     np.testing.assert_allclose(total.to_numpy(), parts["slots"].to_numpy(), atol=1e-5 * size)
     assert answer.top(3)["contribution"].is_finite().all()
-    without, only = (dual.masked(**{way: "label = 1"}, workers=1)[0].weight.double() for way in ("drop", "keep"))
+    without, only = (dual.masked(**{way: "label = 1"}, workers=1)[0].weight.double() for way in ("drop", "only"))
     nothing = dual.masked(drop="true")[0].weight.double()
-    full = dual.masked(keep="true")[0].weight.double()
+    full = dual.masked(only="true")[0].weight.double()
     for one in (without, only, nothing, full):
         assert one.isfinite().all()
     limit = without.abs() + only.abs() + nothing.abs() + full.abs()
@@ -206,7 +207,7 @@ def test_tiny_weights_that_only_decay(tmp_path, name, first):
     """What is left of them may be larger than they were by more than float32 can say."""
     optimizer, settings = OPTIMIZERS[name]
     dual = train(tmp_path / "run", optimizer, settings, precision=torch.float32, dtype="float32", first=first, every=8)
-    assert dual.primal()[0].weight.isfinite().all()
+    assert dual.model()[0].weight.isfinite().all()
     assert_finite_and_adding_up(dual, "float32")
 
 
@@ -228,7 +229,7 @@ def test_slots_that_cancel_exactly_have_written_nothing(tmp_path, name):
             if step % 8 == 7:
                 recorder.seal()
     dual = dualform.open(tmp_path / "run", model)
-    assert (dual.primal().weight[0] == 0).all()
+    assert (dual.model().weight[0] == 0).all()
     answers = dual.contributions(inputs, target=0)
     answer = answers[next(iter(answers))]
     assert scores(answer).isfinite().all()
@@ -253,5 +254,5 @@ def test_what_training_kept_finite_stays_finite(tmp_path_factory, name, decay, e
     dual = train(
         folder / "run", optimizer, settings, precision=torch.float32, dtype=dtype, steps=steps, first=first, every=8
     )
-    assume(dual.primal()[0].weight.isfinite().all())
+    assume(dual.model()[0].weight.isfinite().all())
     assert_finite_and_adding_up(dual, dtype)

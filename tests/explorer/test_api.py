@@ -73,7 +73,7 @@ def test_examples_by_class_number_and_shuffled(client):
 def test_a_prediction_is_the_models(client, session, dual):
     found = client.get("/api/prediction", input="test:3")
     with torch.no_grad():
-        expected = dual.primal()(inputs(session, 3))[0]
+        expected = dual.model()(inputs(session, 3))[0]
     by_unit = {unit["unit"]: unit for unit in found["units"]}
     assert [by_unit[unit]["logit"] for unit in range(10)] == pytest.approx(expected.tolist(), rel=1e-5)
     assert found["answer"] == int(expected.argmax())

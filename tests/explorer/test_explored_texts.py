@@ -43,7 +43,7 @@ def test_a_prompt_token_by_token(asked, text):
     found = asked.get("/api/text", prompt=PROMPT, position=4)
     assert [token["text"] for token in found["tokens"]] == list(PROMPT)
     with torch.no_grad():
-        expected = text.subject.dual.primal()(tokens())[0].softmax(-1)
+        expected = text.subject.dual.model()(tokens())[0].softmax(-1)
     assert found["tokens"][0]["probability"] is None
     assert found["tokens"][3]["probability"] == pytest.approx(float(expected[2, tokens()[0, 3]]), rel=1e-5)
     assert found["following"][0]["unit"] == int(expected[4].argmax())

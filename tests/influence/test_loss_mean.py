@@ -11,7 +11,6 @@ import padded
 import shared
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.influence.loss_mean import Calls, LossMean, divisors
-from dualform.query import foremost
 from dualform.record import curvature
 from dualform.store.format import NO_ROW
 from padded import IGNORED, LABELS, LENGTHS, one_hot
@@ -165,7 +164,7 @@ def test_the_scores_are_those_of_plain_gradients(language):
     answer = language.influence(queries, target=target, segments=WHOLE, silent=True)
     rows = torch.cat(BATCHES)
     tokens = [(one_hot(rows[n : n + 1])[0], LABELS[rows[n]]) for n in range(len(rows))]
-    expected = reference.whitened_tokens(language.primal(), tokens, queries, target, ["0", "2"], IGNORED)
+    expected = reference.whitened_tokens(language.model(), tokens, queries, target, ["0", "2"], IGNORED)
     np.testing.assert_allclose(scores_of(answer), expected.sum(0), **EXACT)
     for place, layer in enumerate(("0", "2")):
         totals = answer[layer].total("sample_id")["total"].to_numpy().reshape(2, -1)
@@ -215,7 +214,7 @@ def test_rows_whose_label_is_ignored(classifier, method):
 
 def test_the_best_rows_are_found_by_bounds(classifier):
     answer = classifier.influence(one_hot(torch.arange(2))[:, 0], target=1, segments=WHOLE)
-    assert foremost.can_be_bounded(answer._scored, answer._layers)
+    assert answer._scorer.index() is not None
     scores = scores_of(answer)
     numbers = np.concatenate([rows.numpy() for rows, _ in answer.scores()])
     order = np.argsort(-scores, axis=1, kind="stable")[:, :5]

@@ -70,7 +70,7 @@ def test_the_best_passages(kept):
         place = one.passage.position
         assert one.passage.token == text[place]
         assert one.passage.before + one.passage.token + one.passage.after == text[max(0, place - 7) : place + 8]
-    model = kept.dual.primal()
+    model = kept.dual.model()
     shares = torch.softmax(model(kept.text.encode(PROMPT)[None])[0][0, -1].detach(), 0)
     token, share = found.following[0]
     assert kept.text.vocabulary[int(shares.argmax())] == token
@@ -105,7 +105,7 @@ def test_only_some_steps(whole):
 
 
 def test_single_slots(whole):
-    weights = torch.cat([w.scores[0, -1] for w in whole.dual.attend(whole.text.encode(PROMPT)[None])["lstm"].weights()])
+    weights = torch.cat([w.scores[0, -1] for w in whole.dual.attend(whole.text.encode(PROMPT)[None])["lstm"].scores()])
     found = whole.ask(PROMPT, top=4, slots=True).passages
     assert [one.score for one in found] == pytest.approx(weights.sort(descending=True).values[:4].tolist(), rel=1e-5)
 

@@ -82,24 +82,3 @@ def test_whatever_type_pytorch_makes_by_itself():
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found, queries @ vectors.T, rtol=1e-4, atol=1e-4)
-
-
-@compiled
-@pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_no_product_is_above(monkeypatch, threads, dtype, absolute):
-    generator = torch.Generator().manual_seed(0)
-    vectors, rests = torch.randn(50, 9, generator=generator).to(dtype), torch.rand(50, generator=generator)
-    queries, own = torch.randn(3, 9, generator=generator), torch.rand(3, generator=generator)
-    numbers = torch.tensor([4, 4, 0, 49, 20])
-    some = Picked([(vectors[:20], None), (vectors[20:], None)], rests)
-    products = some.dots(queries, numbers)
-    expected = (products.abs() if absolute else products) + own[:, None] * rests[numbers]
-    torch.testing.assert_close(some.bounds(queries, own, numbers, absolute=absolute), expected)
-    assert some.bounds(queries, own.double(), numbers) is None
-    assert some.bounds(queries, own[:2], numbers) is None
-    assert Picked([(vectors, None)]).bounds(queries, own, numbers) is None
-    assert Picked([(vectors, None)], rests[:49]).bounds(queries, own, numbers) is None
-    assert Picked([(vectors, None)], rests.double()).bounds(queries, own, numbers) is None
-    monkeypatch.setattr(picked, "kernels", lambda: None)
-    assert some.bounds(queries, own, numbers) is None

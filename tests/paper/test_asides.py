@@ -74,7 +74,7 @@ def test_the_softmax_section(run):
         assert 0 <= reading.entropy <= math.log2(120) + 1e-6
         assert 0 <= reading.right_softmax <= 1
         assert reading.size < 1  # an average is smaller than a sum
-    initial = run.dual.at_step(0)
+    initial = run.dual.at(0).model()
     biases = {name: lambda x, n=name: x @ initial[int(n)].weight.T + run.model[int(n)].bias for name in NAMES}
     without = run.digits.accuracy(run.answer(run.digits.test_images, biases))
     assert found.all_layers["nothing"] == without

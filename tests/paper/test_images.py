@@ -50,7 +50,7 @@ class Case:
 
     @cached_property
     def weights(self):
-        return {name: value.numpy().astype(np.float64) for name, value in self.dual.primal().state_dict().items()}
+        return {name: value.numpy().astype(np.float64) for name, value in self.dual.model().state_dict().items()}
 
     @cached_property
     def rows(self):

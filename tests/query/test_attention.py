@@ -5,7 +5,7 @@ import torch
 
 import dualform
 from dualform.errors import QuestionError, UnknownLayerError
-from dualform.query import answers
+from dualform.query import scan
 from dualform.store import slots
 from reference import attention as reference
 from reference import ranking
@@ -22,7 +22,7 @@ def queries_of(trained, layer):
 def test_weights_by_a_double_loop(trained, layer):
     keys = trained.dual.layer(layer).keys
     expected = reference.attention_weights(keys.tolist(), queries_of(trained, layer).tolist())
-    pieces = list(trained.dual.attend(INPUTS)[layer].weights())
+    pieces = list(trained.dual.attend(INPUTS)[layer].scores())
     assert len(pieces) > 1  # chunk by chunk
     assert torch.cat([slots for slots, _ in pieces]).tolist() == list(range(30))
     found = torch.cat([scores for _, scores in pieces], dim=-1)
@@ -104,7 +104,7 @@ def test_nothing_left_by_a_mask(dual):
     assert found.height == 0
     assert found.schema == full.schema
     assert attention.top(4, by="label", where=pl.col("label") == 99).height == 0
-    assert list(attention.weights(where=pl.col("label") == 99)) == []
+    assert list(attention.scores(where=pl.col("label") == 99)) == []
     assert attention.total("label", where=pl.col("label") == 99)["total"].to_list() == [0.0] * 48
 
 
@@ -116,7 +116,7 @@ def test_an_empty_batch_of_queries(dual, layer):
         assert attention.top(3, **how).schema == dual.attend(INPUTS)[layer].top(3, **how).schema
     assert attention.total("label").height == 0
     assert attention.top(3, by="label").height == 0
-    assert all(scores.shape[:2] == (0, 1) for _, scores in attention.weights())
+    assert all(scores.shape[:2] == (0, 1) for _, scores in attention.scores())
 
 
 @pytest.mark.parametrize("size", [1, 700, 3000])
@@ -127,7 +127,7 @@ def test_tiles_and_pieces_of_any_size_give_the_same(dual, monkeypatch, size):
         return top, attention.total("label"), attention.top(2, by="sample_id")
 
     expected = ask()
-    monkeypatch.setattr(answers, "TILE_BYTES", size)
+    monkeypatch.setattr(scan, "BLOCK_BYTES", 4 * size)
     monkeypatch.setattr(slots, "PIECE_BYTES", size)
     for found, frame in zip(ask(), expected, strict=True):
         assert found.drop("weight", "total", strict=False).equals(frame.drop("weight", "total", strict=False))

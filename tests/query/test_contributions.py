@@ -16,7 +16,7 @@ INPUTS, LABELS = samples()
 
 
 def all_contributions(answer):
-    return torch.cat([scores for _, scores in answer.contributions()], dim=-1)
+    return torch.cat([scores for _, scores in answer.scores()], dim=-1)
 
 
 def by_plain_loops(run, layer, queries, gradients):
@@ -198,7 +198,7 @@ def test_memory_counts_the_positions_of_the_queries(tmp_path, monkeypatch):
     run = train(tmp_path / "run", model=Tokens().double(), steps=2)
     answer = run.dual.contributions(INPUTS, target=0)["map"]
     monkeypatch.setattr(slots, "PIECE_BYTES", 8 * 12 * 50 * 20)
-    sizes = [scores.shape[1] for _, scores in answer.contributions()]
+    sizes = [scores.shape[1] for _, scores in answer.scores()]
     assert sum(sizes) == 500
     assert max(sizes) <= 20
 

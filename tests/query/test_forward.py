@@ -48,7 +48,7 @@ def test_threads_that_share_a_model_see_their_own_queries(tmp_path, question):
             Slow.inside.wait(5)
         return getattr(dual, question)(x[place : place + 1])["head"].top(4)
 
-    assert dual.primal()  # nobody waits for the weights
+    assert dual.model()  # nobody waits for the weights
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(ask, range(2)))
     for place, found in enumerate(together):

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import QuestionError
-from dualform.query import answers
+from dualform.query import reducers
 from reference import ranking
 from training import network, samples, sgd
 
@@ -13,7 +13,7 @@ INPUTS, LABELS = samples()
 
 
 def all_weights(dual, layer="0", inputs=INPUTS):
-    return torch.cat([scores for _, scores in dual.attend(inputs)[layer].weights()], dim=-1)[:, 0]
+    return torch.cat([scores for _, scores in dual.attend(inputs)[layer].scores()], dim=-1)[:, 0]
 
 
 def group_of(dual, by):
@@ -47,7 +47,7 @@ def test_totals_of_all_groups_are_the_whole(dual):
 
 def test_many_groups_and_few_groups_are_summed_alike(dual, monkeypatch):
     few = dual.attend(INPUTS)["0"].total("sample_id")
-    monkeypatch.setattr(answers, "FEW_GROUPS", 0)
+    monkeypatch.setattr(reducers, "FEW_GROUPS", 0)
     many = dual.attend(INPUTS)["0"].total("sample_id")
     assert few.drop("total").equals(many.drop("total"))
     assert few["total"].to_list() == pytest.approx(many["total"].to_list(), abs=1e-13)

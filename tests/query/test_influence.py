@@ -77,7 +77,7 @@ def test_it_is_lazy_about_chunks_and_queries(trained, asked):
 
 
 def test_the_target_is_the_margin_of_the_final_answer_or_a_function(dual, asked):
-    answers = dual.primal()(asked).argmax(1)
+    answers = dual.model()(asked).argmax(1)
     by_answer = table(dual.influence(asked, segments=SEGMENTS))[1]
     np.testing.assert_array_equal(by_answer, table(dual.influence(asked, target=answers, segments=SEGMENTS))[1])
 
@@ -91,8 +91,8 @@ def test_the_target_is_the_margin_of_the_final_answer_or_a_function(dual, asked)
 
 
 def test_what_was_until_then(dual, trained, asked):
-    found = dual.until(4).influence(asked, segments=[(0, 2), (2, 4)])
-    expected = dual.influence(asked, target=dual.at_step(4)(asked).argmax(1), segments=[(0, 2), (2, 4)])
+    found = dual.at(4).influence(asked, segments=[(0, 2), (2, 4)])
+    expected = dual.influence(asked, target=dual.at(4).model()(asked).argmax(1), segments=[(0, 2), (2, 4)])
     np.testing.assert_allclose(table(found)[1], table(expected)[1], rtol=1e-9, atol=1e-12)
 
 

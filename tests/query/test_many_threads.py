@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import dualform
 from dualform.influence import factors
 from dualform.layers.keys import Vectors
-from dualform.query import answers, contributions
+from dualform.query import scan
+from dualform.query.search import index
 from dualform.store import reader
 from dualform.store.tensor_writer import write_tensors
 
@@ -78,9 +79,8 @@ def threads_take_turns_often():
 def sizes(request, monkeypatch):
     """In small blocks: few queries, slots and rows are looked at at a time, so that every cache is used and replaced often."""
     if request.param == "in small blocks":
-        monkeypatch.setattr(answers, "TILE_BYTES", 1 << 12)
-        monkeypatch.setattr(answers, "SMALL", 1)
-        monkeypatch.setattr(contributions, "MEMORY", 1 << 14)
+        monkeypatch.setattr(scan, "BLOCK_BYTES", 1 << 14)
+        monkeypatch.setattr(index, "FEWEST_SLOTS", 1)
         monkeypatch.setattr(reader, "WHOLE", 0)
 
 
@@ -134,9 +134,8 @@ def questions(shared):
     for layer in ("0", "2"):
         attention, contribution = shared.attention[layer], shared.contributions[layer]
         groups = {
-            f"attention {layer}": of_answer(attention, attention.weights),
-            f"contributions {layer}": of_answer(contribution, contribution.contributions)
-            | {"parts": contribution.parts},
+            f"attention {layer}": of_answer(attention, attention.scores),
+            f"contributions {layer}": of_answer(contribution, contribution.scores) | {"parts": contribution.parts},
             f"influence {layer}": of_answer(shared.influence[layer], shared.influence[layer].scores),
         }
         found |= {f"{what}: {name}": ask for what, asks in groups.items() for name, ask in asks.items()}
@@ -146,17 +145,17 @@ def questions(shared):
         "contributions": lambda: dual.contributions(QUERIES[:2])["0"].top(3),
         "influence again": lambda: dual.influence(QUERIES[:2], segments=2, sample="sample_id").top(3),
         "masked": lambda: dual.masked(drop="label = 2", layers="2"),
-        "masked by samples": lambda: dual.masked(keep=pl.col("sample_id") < 20),
+        "masked by samples": lambda: dual.masked(only=pl.col("sample_id") < 20),
         "masked with workers": lambda: dual.masked(drop="sample_id = 3", workers=2),
         "mask_reads": lambda: dual.mask_reads(drop="sample_id = 3"),
-        "at_step": lambda: dual.at_step(7),
-        "until": lambda: dual.until(9).attend(QUERIES[:3])["0"].top(2),
+        "model at a step": lambda: dual.at(7).model(),
+        "at": lambda: dual.at(9).attend(QUERIES[:3])["0"].top(2),
         "verify": lambda: dual.verify().frame,
         "verify with workers": lambda: dual.verify(workers=2).frame["verdict"].to_list(),
         "slots": lambda: dual.slots("0"),
         "mislabelled": lambda: dual.mislabelled(5),
         "compact": lambda: dual.compact(2, layers="2")["2"].error,
-        "primal": lambda: dual.primal(),
+        "model": lambda: dual.model(),
         "rows and log": lambda: (dual.rows, dual.log),
         "keys": lambda: shared.layer.keys,
         "initial weight": lambda: shared.layer.initial_weight,
@@ -202,7 +201,7 @@ def test_one_answer_that_many_threads_read(tmp_path, monkeypatch, dtype):
     attention = dualform.open(tmp_path / "run", model).attend(torch.randn(3, 6))["2"]  # its keys are all different
 
     def weights(begin):
-        return torch.cat([scores for _, scores in attention.weights(where=pl.col("step") >= begin)], -1)
+        return torch.cat([scores for _, scores in attention.scores(where=pl.col("step") >= begin)], -1)
 
     def slow_dot(vectors, *arguments):
         time.sleep(0.002)  # others decode their keys meanwhile

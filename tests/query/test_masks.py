@@ -16,7 +16,7 @@ def adam(model):
 
 
 def weights_where(dual, where):
-    return [scores.slots.tolist() for scores in dual.attend(INPUTS[:1])["0"].weights(where=where)]
+    return [scores.slots.tolist() for scores in dual.attend(INPUTS[:1])["0"].scores(where=where)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_conditions_on_rows_steps_and_positions(dual, where, expected):
 
 
 def test_a_mask_over_an_earlier_moment_sees_only_its_rows(dual):
-    found = weights_where(dual.until(2), pl.col("step") == pl.col("step").max())
+    found = weights_where(dual.at(2), pl.col("step") == pl.col("step").max())
     assert found == [[5, 6, 7, 8, 9]]
 
 
@@ -51,7 +51,7 @@ def test_a_mask_over_an_earlier_moment_where_an_optimizer_is_replayed(tmp_path, 
     whole = train(tmp_path / "whole", optimizer=adam)
     short = train(tmp_path / "short", optimizer=adam, steps=3)
     expected = short.dual.masked(drop=where)
-    assert_same_weights(whole.dual.until(3).masked(drop=where), expected.state_dict())
+    assert_same_weights(whole.dual.at(3).masked(drop=where), expected.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_a_mask_over_an_earlier_moment_where_an_optimizer_is_replayed(tmp_path, 
 def test_what_is_no_condition(dual, where, words):
     with pytest.raises(MaskError, match=rf"where: .*{words}"):
         weights_where(dual, where)
-    with pytest.raises(MaskError, match=rf"keep: .*{words}"):
-        dual.masked(keep=where)
+    with pytest.raises(MaskError, match=rf"only: .*{words}"):
+        dual.masked(only=where)
     with pytest.raises(MaskError, match=rf"drop: .*{words}"):
         dual.masked(drop=where)
 
@@ -94,7 +94,7 @@ def test_sql_is_no_code(dual):
 @pytest.mark.parametrize("everything", [pl.col("step") >= 0, pl.lit(True), "step >= 0", pl.col("position") >= 0])
 def test_keeping_everything_is_the_model(trained, everything):
     for read in ("kept", "fewest"):
-        assert_same_weights(trained.dual.masked(keep=everything, read=read), trained.model.state_dict())
+        assert_same_weights(trained.dual.masked(only=everything, read=read), trained.model.state_dict())
 
 
 def test_dropping_nothing_is_the_model(trained):
@@ -118,8 +118,8 @@ def test_a_mask_takes_away_what_its_slots_wrote(trained):
     torch.testing.assert_close(masked[2].bias.detach(), bias, rtol=0, atol=1e-14)
 
 
-def test_keep_is_the_opposite_of_drop(dual):
-    kept, dropped = dual.masked(keep=pl.col("label") == 1), dual.masked(drop=pl.col("label") != 1)
+def test_only_is_the_opposite_of_drop(dual):
+    kept, dropped = dual.masked(only=pl.col("label") == 1), dual.masked(drop=pl.col("label") != 1)
     assert_same_weights(kept, dropped.state_dict(), atol=0)
 
 
@@ -145,15 +145,15 @@ def test_it_is_a_plain_module_and_the_model_stays_as_it_is(trained):
     assert_same_weights(trained.model, before, atol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep": pl.lit(True), "drop": pl.lit(True)}])
-def test_one_of_keep_and_drop(dual, settings):
-    with pytest.raises(QuestionError, match=r"needs one of keep= and drop=.*e\.g\."):
+@pytest.mark.parametrize("settings", [{}, {"only": pl.lit(True), "drop": pl.lit(True)}])
+def test_one_of_only_and_drop(dual, settings):
+    with pytest.raises(QuestionError, match=r"needs one of only= and drop=.*e\.g\."):
         dual.masked(**settings)
 
 
 def test_which_slots_are_read(dual):
     with pytest.raises(QuestionError, match=r"read='all': expected \"fewest\" or \"kept\""):
-        dual.masked(keep=pl.lit(True), read="all")
+        dual.masked(only=pl.lit(True), read="all")
 
 
 def test_null_never_passes_silently(tmp_path):

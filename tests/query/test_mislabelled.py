@@ -54,8 +54,8 @@ def test_k_where_and_by(trained):
     assert by_label["visits"].sum() == everything["visits"].sum()
     assert by_label.sort("label")["label"].to_list() == sorted(set(everything["label"]))
     assert by_label.sort("label")["unit"].to_list() == by_label.sort("label")["label"].to_list()
-    assert dual.until(2).mislabelled()["visits"].sum() == 10
-    assert dual.until(0).mislabelled().height == 0
+    assert dual.at(2).mislabelled()["visits"].sum() == 10
+    assert dual.at(0).mislabelled().height == 0
 
 
 def test_a_mean_over_batches_of_several_sizes_is_undone(tmp_path):
@@ -199,7 +199,7 @@ def test_only_positions_that_had_a_loss_count(tmp_path, precision):
     dual = padded.train(tmp_path / "run", optimizer=frozen, batches=LONG_AND_SHORT, precision=precision)
     frame = dual.mislabelled()
     with torch.no_grad():
-        p = dual.primal()(padded.one_hot(torch.arange(padded.SAMPLES), precision)).softmax(-1)
+        p = dual.model()(padded.one_hot(torch.arange(padded.SAMPLES), precision)).softmax(-1)
     times = dual.rows["sample_id"].value_counts()
     for sample, count in times.iter_rows():
         labelled = ~padded.PADDING[sample]

@@ -14,8 +14,8 @@ import dualform
 from dualform.errors import MaskError
 from dualform.evaluate import views
 from dualform.exports import write_all, write_top
+from dualform.query.conditions import Condition
 from dualform.query.forward import run
-from dualform.query.masks import Mask
 from dualform.terminal import show_influence
 from shared import BATCHES, CLASSES, LENGTH, SHARED, STEPS, TEXT, train
 from training import assert_exact, assert_same_weights
@@ -45,7 +45,7 @@ def test_the_dual_is_the_primal(tmp_path, settings):
     assert_exact(dual)
     assert str(dual.store.manifest.rows[SHARED]) == "proved at step 0 (shared by all rows)"
     for step, expected in enumerate(checkpoints):
-        assert_same_weights(dual.at_step(step), expected)
+        assert_same_weights(dual.at(step).model(), expected)
 
 
 def test_where_slots_come_from(dual):
@@ -120,7 +120,7 @@ OF_STEPS = [
 
 
 def matching(dual, condition):
-    mask = Mask(dual.store, condition, dual.end_step)
+    mask = Condition(dual.store, condition, dual.end_step)
     return np.concatenate([mask(chunk) for chunk in dual.store.addresses(SHARED)]).tolist()
 
 
@@ -153,9 +153,9 @@ CONDITIONS = [*OF_ROWS, *(condition for condition, _ in OF_STEPS)]
 def test_a_mask_and_its_opposite_add_up(dual, condition, read):
     positional = {"token", "position"} & set(condition.meta.root_names())
     layers = [SHARED, "words", "body"] if positional else dual.layers
-    kept, dropped = (dual.masked(**{name: condition}, layers=layers, read=read) for name in ("keep", "drop"))
-    nothing = dual.masked(keep=pl.lit(False), layers=layers, read="kept").state_dict()
-    for name, whole in dual.primal().state_dict().items():
+    kept, dropped = (dual.masked(**{name: condition}, layers=layers, read=read) for name in ("only", "drop"))
+    nothing = dual.masked(only=pl.lit(False), layers=layers, read="kept").state_dict()
+    for name, whole in dual.model().state_dict().items():
         if name.split(".")[0] in layers:
             both = kept.state_dict()[name] + dropped.state_dict()[name] - nothing[name]
             torch.testing.assert_close(both, whole, rtol=0, atol=1e-13)
@@ -164,13 +164,13 @@ def test_a_mask_and_its_opposite_add_up(dual, condition, read):
 @pytest.mark.parametrize("settings", [SGD, ADAM])
 def test_what_masks_leave_of_a_shared_layer(tmp_path, settings):
     dual = train(tmp_path / "run", **settings)
-    initial = dual.masked(keep=pl.lit(False), read="kept").state_dict()["places.weight"]
-    trained = dual.primal().state_dict()["places.weight"]
+    initial = dual.masked(only=pl.lit(False), read="kept").state_dict()["places.weight"]
+    trained = dual.model().state_dict()["places.weight"]
     for condition in (pl.col("label") == 1, pl.col("label") != 1):
-        torch.testing.assert_close(dual.masked(keep=condition).state_dict()["places.weight"], initial)
+        torch.testing.assert_close(dual.masked(only=condition).state_dict()["places.weight"], initial)
         torch.testing.assert_close(dual.masked(drop=condition).state_dict()["places.weight"], trained)
-    early = dual.masked(keep=pl.col("step") < 2).state_dict()["places.weight"]
-    late = dual.masked(keep=pl.col("step") >= 2).state_dict()["places.weight"]
+    early = dual.masked(only=pl.col("step") < 2).state_dict()["places.weight"]
+    late = dual.masked(only=pl.col("step") >= 2).state_dict()["places.weight"]
     torch.testing.assert_close(early + late - initial, trained)
     assert (early - late).abs().max() > 1e-4
 
@@ -205,7 +205,7 @@ def test_kept_totals_are_those_of_a_scan(dual, kept, by):
 
 @pytest.mark.parametrize("condition", [pl.col("label") == 1, pl.col("label") != 1, pl.col("label").is_null()], ids=str)
 def test_masks_from_kept_totals(dual, kept, condition):
-    for name in ("keep", "drop"):
+    for name in ("only", "drop"):
         found, expected = (some.masked(**{name: condition}).state_dict() for some in (kept, dual))
         for parameter, value in expected.items():
             torch.testing.assert_close(found[parameter], value, rtol=0, atol=1e-12)
@@ -216,8 +216,8 @@ def test_masks_from_kept_totals(dual, kept, condition):
 
 def by_autograd(dual, unit, parameter):
     """⟨∂target/∂parameter, what its slots wrote⟩ for each example."""
-    model = dual.primal()
-    initial = dual.masked(keep=pl.lit(False), read="kept").get_parameter(parameter).detach()
+    model = dual.model()
+    initial = dual.masked(only=pl.lit(False), read="kept").get_parameter(parameter).detach()
     learned = model.get_parameter(parameter).detach() - initial
     found = []
     for tokens in TEXT[:3]:
@@ -253,7 +253,7 @@ def test_queries_that_serve_all_examples_or_one_each(dual):
     found = []
     for by_row in (False, True):
         inputs = {"tokens": TEXT[:3], "by_row": by_row}
-        found.append(run(dual.primal(), layers, inputs, 3, {}, 1, True).layers[SHARED])
+        found.append(run(dual.model(), layers, inputs, 3, {}, 1, True).layers[SHARED])
     torch.testing.assert_close(found[0].queries, found[1].queries)
     torch.testing.assert_close(found[0].gradients, found[1].gradients)
 
@@ -285,10 +285,10 @@ def test_totals_by_group_now_and_then(mixed, by):
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=str)
 def test_a_mask_and_its_opposite_add_up_now_and_then(mixed, condition):
-    kept, dropped = (mixed.masked(**{name: condition}, layers=SHARED) for name in ("keep", "drop"))
-    nothing = mixed.masked(keep=pl.lit(False), layers=SHARED).state_dict()["places.weight"]
+    kept, dropped = (mixed.masked(**{name: condition}, layers=SHARED) for name in ("only", "drop"))
+    nothing = mixed.masked(only=pl.lit(False), layers=SHARED).state_dict()["places.weight"]
     both = kept.state_dict()["places.weight"] + dropped.state_dict()["places.weight"] - nothing
-    torch.testing.assert_close(both, mixed.primal().state_dict()["places.weight"], rtol=0, atol=1e-13)
+    torch.testing.assert_close(both, mixed.model().state_dict()["places.weight"], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("online", [True, False])

@@ -9,7 +9,8 @@ from torch import nn
 
 import dualform
 from dualform.errors import NotRecordedError
-from dualform.query import answers, attention
+from dualform.query import search as searching
+from dualform.query.search import candidates, index
 from padded import PADDING, ROWS, SAMPLES, TOKENS, network, one_hot, padding_of, train, with_embedding
 from reference import ranking
 
@@ -26,9 +27,9 @@ def padding(dual):
     return padding_of(dual)
 
 
-def scores_of(answer, stream="weights"):
+def scores_of(answer):
     """Every score, (queries, slots), and the numbers of the slots."""
-    pieces = list(getattr(answer, stream)())
+    pieces = list(answer.scores())
     scores = torch.cat([scores.reshape(-1, scores.shape[-1]) for _, scores in pieces], 1)
     return torch.cat([numbers for numbers, _ in pieces]), scores
 
@@ -52,15 +53,13 @@ def is_head(found, scores, numbers, *, way):
     return len(set(found)) == len(found) and torch.allclose(mine, best)
 
 
-@pytest.fixture(params=["multiplied", "pruned"])
+@pytest.fixture(params=["all scores", "index"])
 def search(request, monkeypatch):
     """All scores are computed, or bounds tell which few are."""
-    if request.param == "pruned":
-        monkeypatch.setattr(answers, "SMALL", 0)
-        monkeypatch.setattr(attention, "SMALL", 0)
-        monkeypatch.setattr("dualform.query.pruned.DENSE", 1e9)
-        for name in ("_multiplied", "_multiplied_per"):
-            monkeypatch.setattr(attention.LayerAttention, name, None)
+    if request.param == "index":
+        monkeypatch.setattr(index, "FEWEST_SLOTS", 0)
+        monkeypatch.setattr(candidates, "MANY", 1e9)
+        monkeypatch.setattr(searching, "scan_top_k", None)
 
 
 # Which slots are silent
@@ -212,7 +211,7 @@ def test_conditions_go_along(dual, padding):
 
 
 def test_an_earlier_moment(dual, padding):
-    early = dual.until(2)
+    early = dual.at(2)
     count = 2 * ROWS * PADDING.shape[1]
     numbers, _ = scores_of(early.attend(one_hot(QUERIES[:1]))["2"])
     assert numbers.tolist() == torch.nonzero(~padding[:count])[:, 0].tolist()
@@ -269,8 +268,8 @@ def test_contributions(tmp_path, optimizer):
         default, every = (
             dual.contributions(one_hot(QUERIES), target=target, silent=silent)[layer] for silent in (False, True)
         )
-        numbers, scores = scores_of(default, "contributions")
-        _, all_scores = scores_of(every, "contributions")
+        numbers, scores = scores_of(default)
+        _, all_scores = scores_of(every)
         assert numbers.tolist() == torch.nonzero(~padding)[:, 0].tolist()
         torch.testing.assert_close(scores, all_scores[:, ~padding], rtol=0, atol=1e-15)
         assert not all_scores[:, padding].any()

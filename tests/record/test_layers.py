@@ -339,19 +339,19 @@ def test_each_parameter_is_its_dual_form(run):
 
 def test_a_step_in_the_middle_is_the_checkpoint(run):
     with quiet_about_buffers(run.model):
-        found = run.dual.at_step(STEPS // 2)
+        found = run.dual.at(STEPS // 2).model()
     assert_close(parameters(found), run.checkpoints[STEPS // 2])
-    assert_close(dict(run.dual.at_step(0).state_dict()), run.checkpoints[0], atol=0)
-    assert_close(dict(run.dual.at_step(STEPS).state_dict()), run.checkpoints[STEPS], atol=0)
+    assert_close(dict(run.dual.at(0).model().state_dict()), run.checkpoints[0], atol=0)
+    assert_close(dict(run.dual.at(STEPS).model().state_dict()), run.checkpoints[STEPS], atol=0)
 
 
 def test_a_mask_and_its_opposite_add_up(run):
     condition = (pl.col("label") < 2) | (pl.col("step") == 1)
-    one, other = (parameters(run.dual.masked(**{how: condition}, read="kept")) for how in ("keep", "drop"))
-    nothing = parameters(run.dual.masked(keep=pl.lit(False), read="kept"))
+    one, other = (parameters(run.dual.masked(**{how: condition}, read="kept")) for how in ("only", "drop"))
+    nothing = parameters(run.dual.masked(only=pl.lit(False), read="kept"))
     assert_close({n: one[n] + other[n] - nothing[n] for n in one}, run.checkpoints[-1])
-    assert_close(parameters(run.dual.masked(keep=pl.lit(True), read="kept")), run.checkpoints[-1])
-    assert_close(parameters(run.dual.masked(keep=condition)), one)  # with fewer slots, the same
+    assert_close(parameters(run.dual.masked(only=pl.lit(True), read="kept")), run.checkpoints[-1])
+    assert_close(parameters(run.dual.masked(only=condition)), one)  # with fewer slots, the same
 
 
 def test_contributions_in_the_last_layer_add_up_to_the_logit(run):
@@ -369,7 +369,7 @@ def test_contributions_in_every_layer_are_what_a_mask_takes_away(run):
     """Σ contributions of some slots = ⟨∂target/∂parameter, what these slots wrote⟩, by autograd and by masks."""
     condition = (pl.col("label") != 1) & (pl.col("step") > 0)
     queries, dual, model = run.inputs[:3], run.dual, run.model.eval()
-    with_them, nothing = (parameters(dual.masked(keep=some, read="kept")) for some in (condition, pl.lit(False)))
+    with_them, nothing = (parameters(dual.masked(only=some, read="kept")) for some in (condition, pl.lit(False)))
     slopes = [torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in target(model(queries))]
     products = {  # like the parameter, for each query
         name: torch.stack([slope[place] for slope in slopes]) * (with_them[name] - nothing[name])
@@ -378,7 +378,7 @@ def test_contributions_in_every_layer_are_what_a_mask_takes_away(run):
     answers, together = dual.contributions(queries, target=target), torch.zeros(3, dtype=torch.float64)
     for layer in dual.store.manifest.layers:
         answer = answers[layer.name]
-        all_scores = [some for one in (answer, *answer.tied.values()) for some in one.contributions(where=condition)]
+        all_scores = [some for one in (answer, *answer.tied.values()) for some in one.scores(where=condition)]
         found = sum(scores.sum(1) for _, scores in all_scores)
         together += found
         if not answer.tied:
@@ -653,7 +653,7 @@ def test_some_outputs_of_a_huge_layer(path, optimizer, bias):
     torch.testing.assert_close(
         *(everything(d.contributions(run.inputs, target=7)["body"]) for d in (dual, all_of_it)), rtol=0, atol=1e-13
     )
-    assert_close(dict(dual.at_step(STEPS).state_dict()), run.checkpoints[-1], atol=0)
+    assert_close(dict(dual.at(STEPS).model().state_dict()), run.checkpoints[-1], atol=0)
     found, expected = (d.masked(drop="label = 1", layers=["tokens", "body"]) for d in (dual, all_of_it))
     assert_close(parameters(found), parameters(expected))
 
@@ -667,7 +667,7 @@ def test_what_some_outputs_cannot_answer(path):
     with pytest.raises(NotRecordedError, match=r"masked\(\) needs all error signals of 'decoder.weight'.*outputs="):
         run.dual.masked(drop="label = 1")
     with pytest.raises(NotRecordedError, match=r"network after step 2 needs.*a step that has a snapshot: \[0, 6\]"):
-        run.dual.at_step(2)
+        run.dual.at(2).model()
 
 
 @pytest.mark.parametrize(
@@ -833,7 +833,7 @@ def test_settings_of_optimizers(path, settings):
     kind, options = SETTINGS[settings]
     run = train("encoder", lambda p: kind(p, **{"lr": 0.01, **options}), path)
     assert_exact(run.dual)
-    assert_close(parameters(run.dual.at_step(4)), run.checkpoints[4])
+    assert_close(parameters(run.dual.at(4).model()), run.checkpoints[4])
 
 
 def loop(path, *, make=Encoder, optimizer=None, schedule=None, parts=1, clip=None, steps=STEPS):
@@ -858,7 +858,7 @@ def loop(path, *, make=Encoder, optimizer=None, schedule=None, parts=1, clip=Non
             checkpoints.append(copy.deepcopy(model.state_dict()))
     dual = dualform.open(path, model)
     assert_exact(dual)
-    assert_close(parameters(dual.at_step(4)), checkpoints[3])
+    assert_close(parameters(dual.at(4).model()), checkpoints[3])
     return dual, x
 
 
@@ -981,7 +981,7 @@ def test_weights_whose_gradients_are_zeroed_by_hand(path):
 
     run = train("gpt2", "adamw", path, before_step=freeze, totals=["label"])
     assert_exact(run.dual)
-    assert_close(parameters(run.dual.masked(keep="label >= 0")), run.checkpoints[-1])
+    assert_close(parameters(run.dual.masked(only="label >= 0")), run.checkpoints[-1])
 
 
 def test_one_axis_that_both_the_user_and_the_module_name(path):

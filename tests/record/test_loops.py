@@ -625,7 +625,7 @@ def test_mark_lets_the_training_go_on_and_shows_everywhere(path):
     assert verdicts["2.weight"] == "pass"
     with pytest.warns(dualform.errors.InexactWarning, match=r"'0'.*step 3"):
         dual.attend(torch.zeros(1, 4))
-    assert dual.until(3).verify().frame["verdict"].to_list().count("inexact") == 0
+    assert dual.at(3).verify().frame["verdict"].to_list().count("inexact") == 0
 
 
 def test_an_edit_of_a_single_row_through_data_is_found_by_verify_at_the_latest(path):
@@ -960,7 +960,7 @@ def test_non_finite_values_are_recorded_and_told(path):
     certificate = dual.verify()
     assert not certificate.passed
     assert "not finite from step 3" in certificate.frame["reason"][0]
-    assert dual.until(3).end_step == 3
+    assert dual.at(3).end_step == 3
 
 
 @pytest.mark.parametrize("rows", [0, 1])

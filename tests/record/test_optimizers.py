@@ -90,7 +90,7 @@ def test_sgd_is_replayed_exactly_whatever_its_settings(first, second, arrangemen
         dual = run.dual
         assert_exact(dual)
         for step, expected in enumerate(run.checkpoints):
-            assert_same_weights(dual.at_step(step), expected)
+            assert_same_weights(dual.at(step).model(), expected)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_schedulers_of_pytorch(tmp_path, schedule):
     scheduler = schedule(optimizer)
     run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=lambda _: scheduler.step())
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+    assert_same_weights(run.dual.at(4).model(), run.checkpoints[4])
 
 
 def test_momentum_switched_on_and_off_in_the_middle(tmp_path):
@@ -121,7 +121,7 @@ def test_momentum_switched_on_and_off_in_the_middle(tmp_path):
         after_step=lambda step: optimizer.param_groups[0].update(momentum=(0.9, 0.9, 0.0)[step % 3]),
     )
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(7), run.checkpoints[7])
+    assert_same_weights(run.dual.at(7).model(), run.checkpoints[7])
 
 
 def test_a_parameter_group_replaced_in_the_middle(tmp_path):
@@ -133,7 +133,7 @@ def test_a_parameter_group_replaced_in_the_middle(tmp_path):
 
     run = train(tmp_path / "run", model=model, optimizer=optimizer, after_step=replace)
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+    assert_same_weights(run.dual.at(4).model(), run.checkpoints[4])
 
 
 def test_a_parameter_taken_out_of_its_group_in_the_middle(tmp_path):
@@ -168,7 +168,7 @@ def test_a_parameter_group_added_in_the_middle(tmp_path):
         after_step=add_bias,
     )
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+    assert_same_weights(run.dual.at(4).model(), run.checkpoints[4])
 
 
 def test_settings_are_copied_before_the_step_returns():

@@ -74,7 +74,7 @@ def test_clipping_by_norm(tmp_path):
     run = train(tmp_path / "run", after_backward=lambda m: norms.append(clip_grad_norm_(m.parameters(), 0.05)))
     assert min(norms) > 0.05
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(3), run.checkpoints[3])
+    assert_same_weights(run.dual.at(3).model(), run.checkpoints[3])
 
 
 def test_accumulation_with_clipping_of_the_sum(tmp_path):
@@ -230,14 +230,14 @@ def test_a_frozen_layer_keeps_still_and_may_be_thawed(tmp_path):
     slots = slot_frame(run.dual, "0")
     assert slots["step"].unique().sort().to_list() == [3, 4, 5]
     assert torch.equal(run.checkpoints[3]["0.weight"], run.checkpoints[0]["0.weight"])
-    assert_same_weights(run.dual.at_step(5), run.checkpoints[5])
+    assert_same_weights(run.dual.at(5).model(), run.checkpoints[5])
 
 
 def test_frozen_in_the_middle(tmp_path):
     model = network()
     run = train(tmp_path / "run", model=model, after_step=lambda step: model[2].requires_grad_(step < 2), steps=6)
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(5), run.checkpoints[5])
+    assert_same_weights(run.dual.at(5).model(), run.checkpoints[5])
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -246,7 +246,7 @@ def test_only_one_parameter_of_a_layer_is_trained(tmp_path, frozen):
     getattr(model[2], frozen).requires_grad_(False)
     run = train(tmp_path / "run", model=model)
     assert_exact(run.dual)
-    assert_same_weights(run.dual.at_step(4), run.checkpoints[4])
+    assert_same_weights(run.dual.at(4).model(), run.checkpoints[4])
 
 
 class Sometimes(nn.Module):
@@ -279,7 +279,7 @@ def test_a_layer_skipped_in_some_steps(tmp_path, set_to_none):
             checkpoints.append(checkpoint(model))
     dual = dualform.open(tmp_path / "run", model)
     assert_exact(dual)
-    assert_same_weights(dual.at_step(7), checkpoints[7])
+    assert_same_weights(dual.at(7).model(), checkpoints[7])
     assert slot_frame(dual, "detour")["step"].unique().to_list() == [2, 5]
     assert torch.equal(checkpoints[4]["detour.weight"], checkpoints[3]["detour.weight"]) is set_to_none
 
@@ -568,8 +568,8 @@ def test_keys_alone_answer_attention_and_say_what_they_cannot(tmp_path):
     for question in (
         keys.verify,
         lambda: keys.contributions(INPUTS),
-        lambda: keys.masked(keep=pl.col("label") == 1),
-        lambda: keys.at_step(3),
+        lambda: keys.masked(only=pl.col("label") == 1),
+        lambda: keys.at(3).model(),
         lambda: keys.layer("2").values,
     ):
         with pytest.raises(dualform.errors.NotRecordedError, match=r'keys only.*keep="slots"'):
@@ -755,7 +755,7 @@ def test_a_recording_without_a_step(tmp_path):
     dual = dualform.open(tmp_path / "run", model)
     assert dual.info()["steps"] == 0
     assert dual.verify().passed
-    assert_same_weights(dual.at_step(0), model.state_dict(), atol=0)
+    assert_same_weights(dual.at(0).model(), model.state_dict(), atol=0)
     assert dual.attend(INPUTS)["0"].top(3).height == 0
 
 

@@ -133,7 +133,7 @@ def clip_head(model):
 def distance(dual):
     """How far weights are from what the slots say, relative to their size."""
     frame = dual.verify().frame
-    sizes = {name: float(p.detach().double().norm()) for name, p in dual.primal().named_parameters()}
+    sizes = {name: float(p.detach().double().norm()) for name, p in dual.model().named_parameters()}
     return max(row["distance"] / max(sizes[row["parameter"]], row["movement"]) for row in frame.to_dicts())
 
 

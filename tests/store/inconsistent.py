@@ -106,7 +106,7 @@ def answers(folder: Path) -> list[str]:
         found.append(contributions[layer].top(3, where="label = 1", lowest=True).write_json())
         found.append(contributions[layer].parts().write_json())
     masked = dual.masked(drop="sample_id = 1", read="kept")
-    earlier = dual.at_step(2)
+    earlier = dual.at(2).model()
     weights = [parameter.tolist() for model in (masked, earlier) for parameter in model.parameters()]
     return [*found, str(weights)]
 

@@ -33,7 +33,7 @@ def questions(dual):
         "log": lambda: dual.log,
         "info": lambda: dual.info(),
         "slots": lambda: dual.layer("head").keys,
-        "snapshot": lambda: dual.at_step(8),
+        "snapshot": lambda: dual.at(8).model(),
         "totals": lambda: dual.store.totals(),
         "groups": lambda: dual.store.groups(0),
         "verify": lambda: dual.verify(),
@@ -204,7 +204,7 @@ def test_a_run_that_is_resumed_again_and_again_at_the_same_step(run):
     data = resuming.manifest(run, 7)
     (run / MANIFEST).write_bytes(data.dump())
     model = network()
-    weights = dualform.open(run, model).at_step(7).state_dict()
+    weights = dualform.open(run, model).at(7).model().state_dict()
     for _ in range(3):
         model.load_state_dict(weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

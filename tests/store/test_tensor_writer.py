@@ -332,6 +332,6 @@ def test_buffers_of_every_kind_come_back(tmp_path, kind):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     model.register_buffer("counts", torch.tensor([0, 1, 1]).to(kind))
     dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run").close()
-    [*_, found] = dualform.open(tmp_path / "run", model).primal().buffers()
+    [*_, found] = dualform.open(tmp_path / "run", model).model().buffers()
     assert found.dtype == kind
     assert found.tolist() == model.counts.tolist()

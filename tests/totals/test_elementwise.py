@@ -124,7 +124,7 @@ def runs(request, tmp_path_factory):
 @pytest.fixture
 def no_scan(monkeypatch):
     def forbid():
-        monkeypatch.setattr("dualform.query.answers.Answer._stream", lambda *_: pytest.fail("it was scanned"))
+        monkeypatch.setattr("dualform.query.scan.tiles", lambda *_: pytest.fail("it was scanned"))
 
     return forbid
 
@@ -153,7 +153,7 @@ def test_masks_from_group_deltas_equal_masks_from_slots(runs):
     conditions += ["task = 'a' AND label < 2"] if "token" not in by else [pl.col("token") == 2]
     for condition in conditions:
         assert_same(dual.masked(drop=condition), scan.masked(drop=condition))
-        assert_same(dual.masked(keep=condition, layers="head"), scan.masked(keep=condition, layers="head"))
+        assert_same(dual.masked(only=condition, layers="head"), scan.masked(only=condition, layers="head"))
 
 
 def test_scan_and_totals_agree(runs, no_scan):

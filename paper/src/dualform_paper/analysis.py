@@ -40,9 +40,9 @@ def analyse(
     if not dual.info()["totals"]:
         dualform.build_totals(folder, ["dataset", "label"], progress=progress)
         dual = dualform.open(folder, network(settings))
-    model = dual.primal()
+    model = dual.model()
     answered = {name: answers(model, task.test) for name, task in tasks.items()}
-    first = dual.at_step(settings.phases[0].steps)
+    first = dual.at(settings.phases[0].steps).model()
     numbers: dict[str, Any] = {
         "settings": settings.to_dict(),
         "trained": asdict(trained),

@@ -25,9 +25,9 @@ def without_later(dual: dualform.Dual, settings: Settings, layers: tuple[str, ..
 
 def masks(dual: dualform.Dual, settings: Settings, tasks: Mapping[str, Task]) -> dict[str, dict[str, float]]:
     """Accuracies of the masked network on each test set, for each subset of layers, beside the network as it is."""
-    networks = {"no mask": dual.primal()}
+    networks = {"no mask": dual.model()}
     networks |= {name: without_later(dual, settings, layers) for name, layers in SUBSETS.items()}
-    networks["after the first task"] = dual.at_step(settings.phases[0].steps)
+    networks["after the first task"] = dual.at(settings.phases[0].steps).model()
     return {
         name: {task.name: accuracy(model, task.test, task.test_labels) for task in tasks.values()}
         for name, model in networks.items()
@@ -41,9 +41,9 @@ def given_back(dual: dualform.Dual, settings: Settings) -> list[dict[str, Any]]:
     """
     switch = settings.phases[0].steps
     masked = without_later(dual, settings, LAYERS).state_dict()
-    before, begin = (dual.at_step(step).state_dict() for step in (switch, 0))
+    before, begin = (dual.at(step).model().state_dict() for step in (switch, 0))
     preset = settings.preset
-    states = dual.until(switch).optimizer_state()
+    states = dual.at(switch).optimizer_state()
     found = []
     for name, first in begin.items():
         moved = torch.linalg.vector_norm((before[name] - first).double())
@@ -78,6 +78,6 @@ def interference(totals: Tensor, settings: Settings, right: Tensor) -> dict[str,
 
 def with_and_without(dual: dualform.Dual, settings: Settings, image: Tensor) -> dict[str, list[float]]:
     """The probabilities of the classes for one image, with and without the later task's slots."""
-    networks = {"as trained": dual.primal(), "without the later task": without_later(dual, settings, LAYERS)}
+    networks = {"as trained": dual.model(), "without the later task": without_later(dual, settings, LAYERS)}
     with torch.no_grad():
         return {name: model(image.unsqueeze(0)).softmax(1)[0].tolist() for name, model in networks.items()}

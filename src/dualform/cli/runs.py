@@ -84,7 +84,7 @@ def verify(
 
     dual = dualform.open(run)
     if step is not None:
-        dual = dual.until(step)
+        dual = dual.at(step)
     with progress_bars() as progress:
         certificate = dual.verify(workers=workers, progress=progress)
     if as_json:

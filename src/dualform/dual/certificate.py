@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import kept_rows
+from dualform.dual.masked import masked_by_groups
 from dualform.dual.parallel import rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.totals import find
@@ -199,7 +200,8 @@ def _duals(store: Store, end: int, workers: int) -> Iterator[Tensor]:
             + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
             + ' Record with keep="slots", or with totals that have deltas.'
         )
-    yield from map(view.rebuilt, names)
+    for name in names:
+        yield masked_by_groups(view, name)
 
 
 def _primal(store: Store, parameter: str, nearest: int, end: int) -> Tensor:

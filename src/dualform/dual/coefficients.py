@@ -8,16 +8,15 @@ from functools import cached_property
 from threading import Lock
 
 import numpy as np
+from cachetools import LRUCache, cached
 
 from dualform.dual.gradients import Updates, updates_of
 from dualform.recursions import KINDS, Floats, Walked, walk_back
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
-REMEMBERED = 64
-"""So many walks."""
-_WALKS: dict[tuple[int, bytes], Walked] = {}
-_LOCK = Lock()
+WALKS = 64
+"""How many walks are kept."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,21 @@ def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | Non
 
 
 def walked(updates: Updates) -> Coefficients:
-    """The coefficients of some updates. Walks are remembered: parameters of one optimizer have the same, question after question."""
-    count = len(updates.steps)
-    content = hashlib.blake2b(updates.kind.encode())
+    """Return the coefficients of some updates. Parameters of one optimizer share a walk, question after question."""
+    return Coefficients(updates, _walk(updates))
+
+
+def _content(updates: Updates) -> bytes:
+    """Return a checksum of all that a walk depends on."""
+    content = hashlib.blake2b(f"{updates.kind} {len(updates.steps)}".encode())
     for name, values in sorted(updates.settings.items()):
         content.update(name.encode() + values.tobytes())
-    known = (count, content.digest())
-    found = _WALKS.get(known)
-    if found is None:
-        found = walk_back(updates.kind, updates.settings, count) if count else Walked(1.0, 0.0, np.zeros(0))
-        with _LOCK:
-            _WALKS[known] = found
-            while len(_WALKS) > REMEMBERED:
-                del _WALKS[next(iter(_WALKS))]
-    return Coefficients(updates, found)
+    return content.digest()
+
+
+@cached(LRUCache(WALKS), key=_content, lock=Lock())
+def _walk(updates: Updates) -> Walked:
+    count = len(updates.steps)
+    if not count:
+        return Walked(1.0, 0.0, np.zeros(0))
+    return walk_back(updates.kind, updates.settings, count)

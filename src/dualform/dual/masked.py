@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import is_elementwise, walked
 from dualform.dual.gradients import Keep, Updates, updates_of
+from dualform.dual.totals import View
 from dualform.dual.weights import add_slots, initial_part, rebuilt
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -129,4 +130,24 @@ def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Kee
         gone = torch.zeros_like(total)
         add_slots(store, parameter, coefficients, gone, None, left)
         total -= gone
+    return total
+
+
+def masked_by_groups(view: View, parameter: str, kept: Bools | None = None, trained: Tensor | None = None) -> Tensor:
+    """Return initial part + what the groups that take part wrote, float64. kept: (groups,); None: all take part.
+
+    trained: the parameter as it is. From this, if they are fewer, the parts of the groups that are left out are subtracted.
+    """
+    deltas = view.deltas(parameter)
+    if kept is None:
+        kept = np.ones(len(deltas), np.bool_)
+    # One group after the other: many groups take many times the memory of the parameter
+    if trained is not None and 2 * kept.sum() > len(kept):
+        total = trained.to(torch.float64, copy=True)
+        for group in np.flatnonzero(~kept).tolist():
+            total -= deltas[group]
+        return total
+    total = view.initial(parameter).clone()
+    for group in np.flatnonzero(kept).tolist():
+        total += deltas[group]
     return total

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
@@ -98,25 +96,6 @@ class View:
             moved = self._file[f"rounded.{number}.weight"].double() - self._file[f"now.{number}.weight"].double()
             return float(moved.norm())
         return 0.0
-
-    def rebuilt(
-        self, parameter: str, keep: np.ndarray[Any, np.dtype[np.bool_]] | None = None, trained: Tensor | None = None
-    ) -> Tensor:
-        """The parameter from its initial part and the groups that take part, float64.
-
-        trained: the parameter as it is; of this, if they are fewer, the groups that are left out are taken away instead.
-        """
-        parts = self.deltas(parameter)
-        kept = np.ones(len(parts), dtype=bool) if keep is None else keep
-        if trained is not None and 2 * kept.sum() > len(kept):
-            total = trained.to(torch.float64, copy=True)
-            for group in np.flatnonzero(~kept).tolist():
-                total -= parts[group]
-            return total
-        total = self.initial(parameter).clone()
-        for group in np.flatnonzero(kept).tolist():  # one by one: many groups are many times the parameter
-            total += parts[group]
-        return total
 
     def _number(self, layer: Layer) -> int:
         return self._store.layer(layer.name)[0]

@@ -19,7 +19,7 @@ from dualform.evaluate.study import Study
 from dualform.evaluate.subsets import Subsets
 from dualform.evaluate.views import View, samples_of
 from dualform.progress import Progress
-from dualform.query.opened import Dual, open
+from dualform.query.dual import Dual, open
 
 KINDS = {"attention": "attention", "contribution": "contribution"} | dict.fromkeys(
     ("whitened", "kernel", "sketch"), "influence"
@@ -82,7 +82,7 @@ class Evaluator:
                 {"view": one.view, "kind": KINDS.get(one.view, "peer"), "lds": found.pop("value"), **found}
                 | {"seconds": one.seconds, "why": one.why}
             )
-        now = self.study.judge(self.dual.primal())
+        now = self.study.judge(self.dual.model())
         return Evaluation(
             frame=pl.DataFrame(lines, schema_overrides={"lds": pl.Float64, "low": pl.Float64, "why": pl.String}),
             lds=lds,

@@ -18,7 +18,7 @@ from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import samples_of
 from dualform.progress import Progress
-from dualform.query.opened import Dual, open
+from dualform.query.dual import Dual, open
 
 RANDOM = "random"
 """The view that knows nothing."""
@@ -77,7 +77,7 @@ def leave_few_out(
 ) -> FewOut:
     """For each of the first test examples and each view, leave out the k samples that support it most; beside random ones."""
     dual = run if isinstance(run, Dual) else open(run, study.model)
-    ids, tests = samples_of(dual, study), len(study.judge(dual.primal()))
+    ids, tests = samples_of(dual, study), len(study.judge(dual.model()))
     if not 1 <= k < len(ids) or not 1 <= examples <= tests or repeats < 1:
         raise QuestionError(
             f"{k} of {len(ids)} samples out for {examples} of {tests} test examples, {repeats} trainings each: expected at least "

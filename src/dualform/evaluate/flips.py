@@ -7,7 +7,7 @@ import torch
 
 from dualform.errors import QuestionError
 from dualform.evaluate.ranks import auc
-from dualform.query.opened import Dual
+from dualform.query.dual import Dual
 
 
 def mislabel_auc(

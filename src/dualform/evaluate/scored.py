@@ -12,7 +12,7 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import VIEWS, View, peers
 from dualform.progress import Progress
-from dualform.query.opened import Dual
+from dualform.query.dual import Dual
 
 PEERS_CURE = "pip install 'dualform[peers]'"
 

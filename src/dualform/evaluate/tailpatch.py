@@ -19,7 +19,7 @@ from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import samples_of
 from dualform.progress import Progress
-from dualform.query.opened import Dual, open
+from dualform.query.dual import Dual, open
 
 
 def tail_patch(
@@ -50,7 +50,7 @@ def tail_patch(
     for found in scored(chosen(views, study), dual, study, progress):
         if found.scores is not None:
             scores[found.view] = found.scores
-    model = dual.primal()
+    model = dual.model()
     before = study.judge(model)
     lines = []
     for done, (name, one) in enumerate(scores.items()):

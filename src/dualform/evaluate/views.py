@@ -15,7 +15,7 @@ from dualform import plugins
 from dualform.errors import QuestionError
 from dualform.evaluate.study import Study
 from dualform.progress import Progress
-from dualform.query.opened import Dual
+from dualform.query.dual import Dual
 
 View = Callable[[Dual, Study, Progress | None], Tensor]
 """Scores (test examples, samples ascending), positive for what supports the target."""

@@ -16,7 +16,7 @@ from dualform.explorer.keeping import Kept
 from dualform.explorer.predicting import Predictions
 from dualform.explorer.subject import Subject, distinct
 from dualform.progress import Progress
-from dualform.query.masks import read_condition
+from dualform.query.conditions import read_condition
 
 SENTENCE = (
     "This edits memory: everything else stays as it was recorded. It does not predict what retraining without these examples "

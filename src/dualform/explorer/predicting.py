@@ -33,7 +33,7 @@ class Predictions:
     @cached_property
     def model(self) -> nn.Module:
         """The trained model, from the recording."""
-        return self._subject.dual.primal()
+        return self._subject.dual.model()
 
     @cached_property
     def last_layer(self) -> str | None:

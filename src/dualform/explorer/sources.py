@@ -87,7 +87,7 @@ class Scoring:
         if kind == "influence":
             raise QuestionError("influence takes a while: ask for it as a job first.")
         answer = self._subject.dual.contributions(self._predictions.inputs(address), target=target)[layer]
-        found = [contributions[0] for _, contributions in answer.contributions()]
+        found = [contributions[0] for _, contributions in answer.scores()]
         return (torch.cat(found) if found else torch.zeros(0)).float().numpy()
 
     @contextmanager
@@ -116,7 +116,7 @@ class Scoring:
                 return known
             asked = self._together(address, layer)
             answer = self._subject.dual.attend(torch.cat(list(asked.values())))[layer]
-            found = [weights.sum(1) for _, weights in answer.weights()]
+            found = [weights.sum(1) for _, weights in answer.scores()]
             scores: Floats = (torch.cat(found, 1) if found else torch.zeros(len(asked), 0)).float().numpy()
             for place, one in enumerate(asked):
                 if one != address:

@@ -161,7 +161,7 @@ def _check_labels(subject: Subject) -> None:
 def _try(dual: dualform.Dual, tests: TestSet) -> None:
     """Ask the model once, before anybody looks at a page: inputs of another form are told here."""
     part, place = tests.place(0)
-    model = dual.primal()
+    model = dual.model()
     try:
         with torch.no_grad():
             model(part.batch([place]))

@@ -15,7 +15,7 @@ from dualform.explorer.sources import SENTENCES
 from dualform.explorer.subject import Subject
 from dualform.explorer.text import Language
 from dualform.progress import Progress
-from dualform.query.answers import Answer
+from dualform.query.answer import Answer
 
 FOLLOWING = 10
 """So many next tokens are listed."""
@@ -27,7 +27,7 @@ class Texts:
 
     def __init__(self, subject: Subject, language: Language):
         self._subject, self._language = subject, language
-        self._bare = dualform.open(subject.dual.store.folder).until(subject.dual.end_step)
+        self._bare = dualform.open(subject.dual.store.folder).at(subject.dual.end_step)
         """Without a model: attention for query vectors, so that one token is looked up and not the whole prompt."""
         self._logits: Kept[Tensor] = Kept(32 << 20, lambda tensor: tensor.numel() * tensor.element_size())
         self._queries: Kept[dict[str, Tensor]] = Kept(
@@ -48,7 +48,7 @@ class Texts:
 
         def compute() -> Tensor:
             with torch.no_grad():
-                output = self._subject.dual.primal()(self._tokens(prompt).unsqueeze(0))
+                output = self._subject.dual.model()(self._tokens(prompt).unsqueeze(0))
             return self._language.logits(output)[0].double().log_softmax(-1)
 
         return self._logits.get(prompt, compute)

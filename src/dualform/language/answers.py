@@ -11,7 +11,7 @@ import polars as pl
 
 from dualform.errors import MaskError, QuestionError
 from dualform.language.text import Passage, Text
-from dualform.query.masks import Bools, evaluate, read_condition
+from dualform.query.conditions import Bools, evaluate, read_condition
 
 PARTS = {"both": "", "input": ", input part", "recurrent": ", recurrent part"}
 """The parts of keys and query that can be compared, and how an answer mentions them."""

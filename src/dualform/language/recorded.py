@@ -15,8 +15,8 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.language import answers
 from dualform.language.answers import PARTS, WIDTH, PromptAnswer, RankedPassage, Scores
 from dualform.language.description import read_description
-from dualform.query.answers import Answer, Sums
-from dualform.query.masks import Bools, read_condition
+from dualform.query.answer import Answer, Sums
+from dualform.query.conditions import Bools, read_condition
 
 GATES = ("i", "f", "g", "o")
 
@@ -29,7 +29,7 @@ class RecordedLanguageModel:
         self.text = self._description.text
         self.dual = dualform.open(folder, self._description.model())
         self._vectors = dualform.open(folder)
-        self._model = self.dual.primal()
+        self._model = self.dual.model()
 
     def following(self, tokens: Tensor) -> Tensor:
         """Return the probabilities of the token after a prompt, (vocabulary,)."""

@@ -83,15 +83,15 @@ static int64_t below(const int64_t *numbers, int64_t n, int64_t limit) {
 /* Queries (m, d), and n numbers of vectors in t tables, of which each goes on counting where the one before ends.
 
    ends (t): the number after each table's last; tables (t): where it begins; exponents (t): of its vectors' powers of
-   two, or NULL. Numbers that ascend are found at once. own (m) and rests (all vectors): how much of each is not seen; NULL: nothing. */
+   two, or NULL. Numbers that ascend are found at once. */
 typedef struct {
     int64_t n, t, d, m, kind;
     const int64_t *numbers, *ends;
     const char *const *tables;
     const int16_t *const *exponents;
-    const float *queries, *own, *rests;
+    const float *queries;
     float *out;
-    int absolute, missing;
+    int missing;
 } Picked;
 
 static void some_picked(void *what, int64_t low, int64_t high, int part) {
@@ -117,17 +117,15 @@ static void some_picked(void *what, int64_t low, int64_t high, int part) {
             const float found = p->kind == FLOAT32   ? dot((const float *)vector, query, d)
                                 : p->kind == FLOAT16 ? dot_halves((const uint16_t *)vector, scale, query, d)
                                                      : dot_brains((const uint16_t *)vector, scale, query, d);
-            p->out[q * n + i] = (p->absolute ? fabsf(found) : found) + (p->rests ? p->own[q] * p->rests[number] : 0);
+            p->out[q * n + i] = found;
         }
     }
 }
 
-/* out (m, n) = queries · the vectors with these numbers; each is read from where it lies. With rests, out is what no product is above
-   (absolute: no size of a product). Gives 0; 1: there is no such number. */
+/* out (m, n) = queries · the vectors with these numbers; each is read from where it lies. Gives 0; 1: there is no such number. */
 int picked(int64_t n, int64_t t, int64_t d, int64_t m, int64_t kind, const int64_t *numbers, const int64_t *ends,
-           const char *const *tables, const int16_t *const *exponents, const float *queries, const float *own, const float *rests,
-           int64_t absolute, float *out, int64_t threads) {
-    Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, own, rests, out, absolute != 0, 0};
+           const char *const *tables, const int16_t *const *exponents, const float *queries, float *out, int64_t threads) {
+    Picked all = {n, t, d, m, kind, numbers, ends, tables, exponents, queries, out, 0};
     in_turns(some_picked, &all, n, TURN, n * d < WORTH ? 1 : threads);
     return all.missing;
 }
@@ -325,69 +323,4 @@ void highest(int64_t n, int64_t groups, int64_t k, const float *scores, const in
         for (int64_t i = 0; i < counts[group]; i++) lowest = held[group * 2 * k + i] < lowest ? held[group * 2 * k + i] : lowest;
         least[group] = counts[group] < k ? -INFINITY : scores[UINT32_MAX - (uint32_t)lowest];
     }
-}
-
-/* Set a bit for each of n standings' places; then give these places, ascending, and take the bits away again. bits: all 0, one for each
-   place that there may be, in whole words; gives how many there are. A standing of 0 is none. */
-int64_t ascending(int64_t n, const uint64_t *standings, int64_t words, uint64_t *bits, int64_t *out) {
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const uint32_t place = UINT32_MAX - (uint32_t)standings[i];
-        if (standings[i]) bits[place / 64] |= (uint64_t)1 << place % 64;
-    }
-    for (int64_t word = 0; word < words; word++)
-        for (; bits[word]; bits[word] &= bits[word] - 1) out[count++] = word * 64 + __builtin_ctzll(bits[word]);
-    return count;
-}
-
-/* Two lists of places that ascend, of n and m, with a score each, as one, out and found (n + m). No place is in both. */
-void joined(int64_t n, const int64_t *places, const float *scores, int64_t m, const int64_t *others, const float *theirs, int64_t *out,
-            float *found) {
-    for (int64_t i = 0, j = 0; i < n || j < m;) {
-        const int first = j == m || (i < n && places[i] < others[j]);
-        *out++ = first ? places[i] : others[j];
-        *found++ = first ? scores[i] : theirs[j];
-        i += first;
-        j += !first;
-    }
-}
-
-typedef struct {
-    int64_t groups, left;
-    const float *bound, *least;
-    const int32_t *codes;
-    const int64_t *without;
-    int64_t *out, (*found)[2]; /* of each thread: where its places begin, and how many there are */
-} Reaching;
-
-static void some_reaching(void *what, int64_t low, int64_t high, int part) {
-    const Reaching *r = what;
-    uint64_t flags[PASSED / 64];
-    int64_t *out = r->out + low, next = below(r->without, r->left, low); /* the first to be left out here */
-    for (int64_t i = low; i < high; i += PASSED) {
-        const int64_t some = high - i < PASSED ? high - i : PASSED;
-        flag(some, r->bound + i, r->codes ? r->codes + i : NULL, r->least, r->groups, flags);
-        for (; next < r->left && r->without[next] < i + some; next++) {
-            const int64_t place = r->without[next] - i;
-            flags[place / 64] &= ~((uint64_t)1 << place % 64);
-        }
-        for (int64_t word = 0; word * 64 < some; word++)
-            for (uint64_t bits = flags[word]; bits; bits &= bits - 1) *out++ = i + word * 64 + __builtin_ctzll(bits);
-    }
-    r->found[part][0] = low;
-    r->found[part][1] = out - (r->out + low);
-}
-
-/* out: the places, ascending, where what none of n scores ranks above reaches what its group needs, least (groups); gives how many. out has
-   room for all, found (threads, 2) is memory to work in. codes (n): as above. without (left): some that are left out, ascending. */
-int64_t reaching(int64_t n, int64_t groups, const float *bound, const int32_t *codes, const float *least, int64_t left,
-                 const int64_t *without, int64_t *out, int64_t (*found)[2], int64_t threads) {
-    Reaching all = {groups, left, bound, least, codes, without, out, found};
-    const int64_t parts = n < WORTH ? 1 : threads;
-    int64_t count = 0;
-    memset(found, 0, sizeof *found * (size_t)parts);
-    in_parts(some_reaching, &all, n, parts);
-    for (int64_t part = 0; part < parts; count += found[part++][1])
-        memmove(out + count, out + found[part][0], sizeof *out * (size_t)found[part][1]);
-    return count;
 }

@@ -21,11 +21,8 @@ FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "zero_rows": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 2, COUNT),
     "looks": (ctypes.PyDLL, [COUNT] + [POINTER] * 3 + [COUNT] * 2, COUNT),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
-    "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 7 + [COUNT, POINTER, COUNT], ctypes.c_int),
+    "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
-    "reaching": (ctypes.CDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT] + [POINTER] * 3 + [COUNT], COUNT),
-    "joined": (ctypes.CDLL, [COUNT, POINTER, POINTER] * 2 + [POINTER] * 2, None),
-    "ascending": (ctypes.CDLL, [COUNT, POINTER, COUNT, POINTER, POINTER], COUNT),
 }
 """What each function in C takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
 take and keep; CDLL: others may run meanwhile."""

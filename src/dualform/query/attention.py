@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 
@@ -13,27 +13,90 @@ from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
 from dualform.layers.keys import Vectors, part
 from dualform.layers.streams import Layer
-from dualform.query.answers import FEW_GROUPS, SMALL, Answer, Ranked, Scores
-from dualform.query.bounds import Products, seen
-from dualform.query.groups import Groups
-from dualform.query.pruned import Bounds, Wanted, best_of, spread
-from dualform.query.ranking import Best, Way, ranked_by
-from dualform.query.remembered import remembered
-from dualform.query.sketch import MOST
-from dualform.query.visits import Visits, keys_of, visits_of
+from dualform.query.answer import Answer
+from dualform.query.ranking import Order
+from dualform.query.scorer import Scorer
+from dualform.query.search.bounds import AttentionBounds, Products, StoredVectors, key_numbers
+from dualform.query.search.index import SlotIndex
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
-QUERIES = 2048
-"""So many are multiplied with a stretch of keys at a time."""
+
+class AttentionScorer(Scorer):
+    """Scores slots by key · query."""
+
+    value = "weight"
+
+    def __init__(
+        self, store: Store, layer: Layer, end: int, queries: Tensor, dtype: torch.dtype, columns: Sequence[int] = ()
+    ):
+        """queries: (n, d_in). columns: begin and end of the part of the keys that counts; default: all."""
+        super().__init__(store, layer, end, len(queries), dtype)
+        self._queries = queries.to("cpu", dtype)
+        self._columns = tuple(columns)
+        self._by_key: tuple[slice, Tensor] | None = None
+        stored_as_computed = store.manifest.dtype == str(dtype).removeprefix("torch.")
+        self._is_mapped = layer.form != "vectors" or stored_as_computed
+
+    @property
+    def numbers_per_query(self) -> int:
+        """The weights of all stored keys are held, where slots share them."""
+        name = self.layer.name
+        return self.store.key_count(name) if self.store.has_equal_keys(name) else 0
+
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+        """Return the attention weights of the slots low to high of a chunk, (queries, slots)."""
+        if run.key_numbers is not None:
+            return self._weights_by_key(queries)[:, torch.from_numpy(run.key_numbers[low:high])]
+        if self._is_mapped:
+            return run.keys(self.dtype, low, high).dot(self._queries[queries], self._columns)
+        # Keys must be decoded, for which fresh memory would take longer than the decoding
+        keys = Vectors(run.some_keys(np.arange(low, high), scratch))
+        return keys.dot(self._queries[queries], self._columns)
+
+    def _weights_by_key(self, queries: slice) -> Tensor:
+        """Return the weights of all stored keys, (queries, keys): a key is multiplied once, however many slots share it."""
+        known = self._by_key  # read once: another thread may replace it at any time
+        if known is not None and known[0] == queries:
+            return known[1]
+        weights = [
+            Vectors(keys).dot(self._queries[queries], self._columns)
+            for _, keys in self.store.distinct_keys(self.layer.name, self.dtype)
+        ]
+        found = torch.cat(weights, dim=1)
+        self._by_key = (queries, found)
+        return found
+
+    def index(self) -> SlotIndex | None:
+        """Return an index of the keys, if they are vectors and count as a whole."""
+        if self.layer.form != "vectors" or self._columns:
+            return None
+        name = self.layer.name
+        keys_of = self._key_numbers if self.store.has_equal_keys(name) else None
+        return SlotIndex(self.store, name, self.end, self.queries, self.dtype, self._bounds, keys_of)
+
+    def _key_numbers(self, slots: Tensor) -> Tensor:
+        return key_numbers(self.store, self.layer.name, self.end, slots)
+
+    def _bounds(self, slots: Tensor, order: Order) -> AttentionBounds:
+        keys = StoredVectors(self.store, self.layer, "key", self.dtype)
+        return AttentionBounds(Products(self._queries, keys, self._key_numbers(slots)), order)
+
+    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+        """Return totals from the sums of each group's keys. For absolute values, no key and no query may be negative."""
+        view = find(self.store, columns, self.end, deltas=False)
+        if view is None:
+            return None
+        if absolute and (view.has_negative_keys(self.layer) or bool((self._queries < 0).any())):
+            return None
+        if self.layer.form == "numbers" and self._queries.shape[1] == 1:
+            return view, view.key_sums(self.layer).double()[:, self._queries.reshape(-1).long()].T
+        return view, view.dots(self.layer, part(self._queries, self._columns), self._columns)
 
 
 class LayerAttention(Answer):
     """The attention weights of one layer. Nothing is computed until it is asked for. Threads may share it."""
-
-    value = "weight"
-    _bounded = True
 
     def __init__(
         self,
@@ -45,122 +108,35 @@ class LayerAttention(Answer):
         columns: Sequence[int] = (),
         *,
         silent: bool = False,
+        executor: Executor | None = None,
     ):
-        """queries: (examples, positions, d_in). columns: where the part of the keys begins and ends, if not all counts."""
-        examples, positions, _ = queries.shape
-        super().__init__(store, layer, end, {"query": examples, "position": positions}, dtype, silent=silent)
-        self.queries, self._columns = queries, tuple(columns)
-        self._stored: tuple[slice, Tensor] | None = None
-        self._mapped = layer.form != "vectors" or store.manifest.dtype == str(dtype).removeprefix("torch.")
-        self._flat = queries.reshape(-1, queries.shape[-1]).to("cpu", dtype)
+        """queries: (examples, positions, d_in). columns: begin and end of the part of the keys that counts; default: all."""
+        examples, positions, width = queries.shape
+        scorer = AttentionScorer(store, layer, end, queries.reshape(-1, width), dtype, columns)
+        super().__init__(scorer, {"query": examples, "position": positions}, silent=silent, executor=executor)
+        self.queries = queries
 
     def __repr__(self) -> str:
-        return f"LayerAttention({self.layer.name!r}, queries {tuple(self.queries.shape)}): top, total, weights"
-
-    def weights(self, *, where: pl.Expr | str | None = None) -> Iterator[Scores]:
-        """Every attention weight, chunk by chunk: (slots (m,), weights (examples, positions, m))."""
-        return self._scores(where)
-
-    def _pruned(self, k: int, way: Way, where: pl.Expr | str | None, groups: Groups | None) -> list[Best] | None:
-        store, name = self._store, self.layer.name
-        if where is not None or not store.has_equal_keys(name) or (groups is not None and len(groups) > FEW_GROUPS):
-            return super()._pruned(k, way, where, groups)
-        visits, by = self._visits(), () if groups is None else tuple(groups.by)
-        key = ("shared keys", name, by, self._leaves_out_silent)
-        shared = remembered(store, key, lambda: visits.shared(groups), self._end)
-        bounds = self._products(shared.keys, way) if max(1, SMALL) <= len(shared.keys) <= MOST else None
-        wanted = Wanted(k, way, shared.members)
-        return None if bounds is None else best_of(bounds, len(self._flat), wanted, self._dtype)
-
-    def _multiplied(self, k: int, way: Way, where: pl.Expr | str | None) -> Ranked:
-        equal = where is None and self._store.has_equal_keys(self.layer.name)
-        visits = self._visits() if equal else None
-        if visits is None or not visits.in_order:  # else ties among keys are not those among slots
-            return super()._multiplied(k, way, where)
-        [slots] = spread([self._best_keys(visits, k, way)], visits.slots_of, k)
-        return Ranked(slots.numbers, slots.values)
-
-    def _best_keys(self, visits: Visits, k: int, way: Way) -> Best:
-        """The best keys of each query: all are multiplied."""
-        queries, pieces = part(self._flat, self._columns), []
-        for block in self._query_blocks(k):
-            best = Best(block.stop - block.start, k, self._dtype)
-            for numbers, keys in visits.keys(self._dtype):
-                scores = queries[block] @ part(keys, self._columns).T
-                best.add(ranked_by(scores, way), numbers, scores)
-            pieces.append(best)
-        return Best.join(pieces, k, self._dtype)
-
-    def _bounds(self, slots: Tensor, way: Way) -> Bounds | None:
-        if self.layer.form != "vectors":
-            return None
-        return self._products(keys_of(self._store, self.layer.name, self._end, slots), way)
-
-    def _products(self, keys: Tensor, way: Way) -> Products | None:
-        if self._columns:
-            return None
-        return Products(seen(self._store, self.layer, "key", self._flat, keys), way)
-
-    def _scanned(self, groups: Groups, where: pl.Expr | str | None, absolute: bool) -> tuple[Tensor, Tensor, Tensor]:
-        if where is not None or not self._store.has_equal_keys(self.layer.name) or len(groups) > FEW_GROUPS:
-            return super()._scanned(groups, where, absolute)
-        visits = self._visits()
-        counts, first = visits.by_group(groups)
-        queries = part(self._flat, self._columns)
-        totals = torch.zeros(len(queries), len(groups), dtype=torch.float64)
-        for numbers, keys in visits.keys(self._dtype):
-            taken = part(keys, self._columns).T
-            for low in range(0, len(queries), QUERIES):
-                scores = queries[low : low + QUERIES] @ taken
-                totals[low : low + QUERIES] += (scores.abs_() if absolute else scores) @ counts[numbers].to(
-                    scores.dtype
-                )
-        return totals, counts.sum(0), first
-
-    def _visits(self) -> Visits:
-        return visits_of(self._store, self.layer.name, self._end, silent=not self._leaves_out_silent)
+        return f"LayerAttention({self.layer.name!r}, queries {tuple(self.queries.shape)}): top, total, scores"
 
     def part(self, name: str) -> LayerAttention:
-        """For recurrent layers: the weights of the "input" or of the "recurrent" part of the keys alone."""
+        """Return the weights of the "input" or of the "recurrent" part of a recurrent layer's keys alone."""
         columns = part_columns(self.layer, name)
+        scorer = self._scorer
         return LayerAttention(
-            self._store, self.layer, self._end, self.queries, self._dtype, columns, silent=self._silent
+            scorer.store,
+            self.layer,
+            scorer.end,
+            self.queries,
+            scorer.dtype,
+            columns,
+            silent=self._silent,
+            executor=self._executor,
         )
-
-    def _tile(self, queries: slice, chunk: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
-        if chunk.key_numbers is not None:
-            return self._of_stored_keys(queries)[:, torch.from_numpy(chunk.key_numbers[low:high])]
-        if self._mapped:
-            keys = chunk.keys(self._dtype, low, high)
-        else:  # keys must be decoded, and fresh memory would take longer than that
-            keys = Vectors(chunk.some_keys(np.arange(low, high), scratch))
-        return keys.dot(self._flat[queries], self._columns)
-
-    def _kept(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
-        view = find(self._store, columns, self._end, deltas=False)
-        if view is None or (absolute and (view.has_negative_keys(self.layer) or bool((self._flat < 0).any()))):
-            return None
-        if self.layer.form == "numbers" and self._flat.shape[1] == 1:
-            return view, view.key_sums(self.layer).double()[:, self._flat.reshape(-1).long()].T
-        return view, view.dots(self.layer, part(self._flat, self._columns), self._columns)
-
-    def _query_blocks(self, width: int) -> Iterator[slice]:
-        equal = self._store.has_equal_keys(self.layer.name)
-        return super()._query_blocks(max(width, self._store.key_count(self.layer.name) if equal else 0))
-
-    def _of_stored_keys(self, queries: slice) -> Tensor:
-        """The weights of all stored keys, (queries, keys): equal keys are multiplied once, however often visited."""
-        known = self._stored  # read once: another thread may replace it at any time
-        if known is not None and known[0] == queries:
-            return known[1]
-        keys = self._store.distinct_keys(self.layer.name, self._dtype)
-        found = torch.cat([Vectors(some).dot(self._flat[queries], self._columns) for _, some in keys], dim=1)
-        self._stored = (queries, found)
-        return found
 
 
 def part_columns(layer: Layer, name: str) -> tuple[int, ...]:
-    """Where a part of a recurrent layer's keys begins and ends."""
+    """Return where a part of a recurrent layer's keys begins and ends."""
     if layer.kind != "recurrent" or name not in ("input", "recurrent", "both"):
         raise QuestionError(
             f'part({name!r}) of layer {layer.name!r}: recurrent layers have the parts "input", "recurrent" and "both".'

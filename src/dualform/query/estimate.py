@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from dualform.dual.gradients import compute_dtype
@@ -19,10 +21,10 @@ from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
 from dualform.influence.segments import Segment, segments
 from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
-from dualform.progress import Progress
-from dualform.query.forward import margin, run
-from dualform.query.influence import Influence
-from dualform.query.remembered import remembered
+from dualform.progress import Progress, report
+from dualform.query.cache import cached
+from dualform.query.forward import Captured, margin, run
+from dualform.query.influence import Influence, RowInfluenceScorer
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
@@ -64,6 +66,7 @@ def estimate(
     target: Any,
     settings: Settings,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> Influence:
     """The influence of a run's rows, up to step `end`, on a target for test inputs."""
     if not layers:
@@ -72,26 +75,27 @@ def estimate(
     dtype = compute_dtype(store, layers[0].parameters[0])
     aim = margin(model_at(end).eval(), inputs, rows, target, store.manifest.batch_axis)
     questions: list[Question] = []
-    for done, segment in enumerate(found):
-        if progress is not None:
-            progress("queries", done, len(found))
+    for segment in report("queries", found, progress):
         model = model_at(segment.moment).eval()
         captured = run(model, layers, inputs, rows, store.manifest.batch_axis, aim, True).layers
-        questions.append(
-            {
-                name: asked(store.layer(name)[1], one.queries.to("cpu", dtype), one.gradients.to("cpu", dtype))
-                for name, one in captured.items()
-                if one.gradients is not None
-            }
-        )
-    if progress is not None:
-        progress("queries", len(found), len(found))
+        questions.append(_question(store, captured, dtype))
     called = [layer for layer in layers if all(layer.name in question for question in questions)]
     if not called:
         raise QuestionError("none of these layers was called for these inputs.")
     examples = next(iter(questions[0].values()))[0].slopes.shape[0]
     scored = _scored(store, called, found, questions, settings, progress)
-    return Influence(store, called, end, examples, scored, dtype, silent=settings.silent)
+    scorer = RowInfluenceScorer(store, called, end, examples, scored, dtype)
+    return Influence(scorer, silent=settings.silent, executor=executor)
+
+
+def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype) -> Question:
+    """Return the queries and slopes of each linear map, by layer."""
+    question = {}
+    for name, found in captured.items():
+        if found.gradients is not None:
+            _, layer = store.layer(name)
+            question[name] = asked(layer, found.queries.to("cpu", dtype), found.gradients.to("cpu", dtype))
+    return question
 
 
 def _scored(
@@ -104,33 +108,30 @@ def _scored(
 ) -> Scored:
     loss_mean = loss_mean_of(store, settings.loss_mean)
     if settings.method == "whitened":
+        curvatures = factors(store, layers, found, loss_mean, progress)
         damping = settings.damping or DAMPING
-        known = factors(store, layers, found, loss_mean, progress)
-        products = [_whitened(q, f, damping) for q, f in zip(questions, known, strict=True)]
-        norms = [{name: one.norms for name, one in f.items()} for f in known]
+        products = [_whitened(*both, damping) for both in zip(questions, curvatures, strict=True)]
+        norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
         return LinearScores(store, found, loss_mean, products, norms)
-    last = logits([layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out])
-    shares, sketches = [], []
-    for done, (segment, question) in enumerate(zip(found, questions, strict=True)):
-        if progress is not None:
-            progress(settings.method, done, len(found))
-        common = store, layers, segment, question, Misfit(store, segment, last, loss_mean), loss_mean
+    recorded = [layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out]
+    output = logits(recorded)
+    row_scores = []
+    slot_scores = []
+    for segment, question in report(settings.method, list(zip(found, questions, strict=True)), progress):
+        misfit = Misfit(store, segment, output, loss_mean)
+        common = (store, layers, segment, question, misfit, loss_mean)
         if settings.method == "kernel":
-            damping = settings.damping or kernel.DAMPING
-            shares.append(kernel.kernel_scores(*common, damping, settings.memory))
+            row_scores.append(kernel.kernel_scores(*common, settings.damping or kernel.DAMPING, settings.memory))
         else:
-            damping = settings.damping or sketch.DAMPING
-            sketches.append(sketch.sketched(*common, settings.size, damping))
-    if progress is not None:
-        progress(settings.method, len(found), len(found))
+            slot_scores.append(sketch.sketched(*common, settings.size, settings.damping or sketch.DAMPING))
     if settings.method == "kernel":
-        return RowScores([layer.name for layer in layers], found, shares)
-    return LinearScores(store, found, loss_mean, sketches)
+        return RowScores([layer.name for layer in layers], found, row_scores)
+    return LinearScores(store, found, loss_mean, slot_scores)
 
 
 def loss_mean_of(store: Store, mean: str) -> LossMean:
     """By what error signals were divided, found once for an open store."""
-    return remembered(store, ("loss mean", mean), lambda: LossMean(store, mean))
+    return cached(store, ("loss mean", mean), lambda: LossMean(store, mean))
 
 
 def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.store.format import NO_ROW
@@ -19,7 +17,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Groups:
-    """The groups that `by` makes of a layer's slots; `groups(chunk)` gives each slot's group number.
+    """The groups that `by` makes of a layer's slots; `groups(chunk)` returns the group number of each slot.
 
     Slots that serve all rows have null in the user's columns, and make a group of their own.
     """
@@ -27,59 +25,61 @@ class Groups:
     def __init__(self, store: Store, layer: str | None, by: str | Sequence[str], end: int):
         """layer: None for the groups of rows, whatever layer their slots are of."""
         self.by = [by] if isinstance(by, str) else list(by)
-        known = ["step", "position", *(c.name for c in store.manifest.columns)]
-        unknown = [name for name in self.by if name not in known]
-        if unknown or not self.by:
-            raise QuestionError(
-                f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known)}."
-            )
-        self._store, self._end = store, end
-        per_position = {"position"} | {c.name for c in store.manifest.columns if c.per == "position"}
-        self._codes: Ints | None = None
-        self._by_slot: dict[int, Ints] = {}
-        self._shared: dict[int, int] = {}
+        _check_columns(store, self.by)
+        self._store = store
+        self._rows = store.rows.filter(pl.col("step") < end)
+        self._row_codes: Ints | None = None
+        """(rows,): the group of each row; None: groups are of positions."""
+        self._shared_codes: dict[int, int] = {}
         """The group of the slots without a row, by step."""
+        self._slot_codes: dict[int, Ints] = {}
+        """Of groups of positions: the group of each slot, by the number of a chunk's first slot."""
         chunks = [] if layer is None else list(store.addresses(layer, end_step=end))
-        if per_position & set(self.by):
-            columns = [name for name in self.by if name != "position"]
-            tables = [store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
-            whole = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
-            self.values, codes = _number(whole)
-            starts = np.cumsum([0, *(t.height for t in tables)])
-            for chunk, low, high in zip(chunks, starts[:-1], starts[1:], strict=True):
-                self._by_slot[chunk.first_slot] = codes[low:high]
+        per_position = {column.name for column in store.manifest.columns if column.per == "position"}
+        if per_position & set(self.by) or "position" in self.by:
+            self.values = self._number_slots(chunks)
         else:
-            self._rows = store.rows.filter(pl.col("step") < end)
-            shared = _shared_steps(chunks)
-            without = _without_row(self._rows.select(self.by), shared)
-            self.values, codes = _number(pl.concat([self._rows.select(self.by), without]))
-            self._codes = codes[: self._rows.height]
-            self._shared = dict(zip(shared.tolist(), codes[self._rows.height :].tolist(), strict=True))
+            self.values = self._number_rows(chunks)
+
+    def _number_slots(self, chunks: Sequence[SlotChunk]) -> pl.DataFrame:
+        columns = [name for name in self.by if name != "position"]
+        tables = [self._store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
+        table = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
+        values, codes = _number(table)
+        low = 0
+        for chunk, part in zip(chunks, tables, strict=True):
+            self._slot_codes[chunk.first_slot] = codes[low : low + part.height]
+            low += part.height
+        return values
+
+    def _number_rows(self, chunks: Sequence[SlotChunk]) -> pl.DataFrame:
+        rows = self._rows.select(self.by)
+        steps = _shared_steps(chunks)
+        values, codes = _number(pl.concat([rows, _without_row(rows, steps)]))
+        self._row_codes = codes[: rows.height]
+        self._shared_codes = dict(zip(steps.tolist(), codes[rows.height :].tolist(), strict=True))
+        return values
 
     def __len__(self) -> int:
         return self.values.height
 
     def __call__(self, chunk: SlotChunk) -> Ints:
-        """(slots,): the number of each slot's group."""
-        if self._codes is None:
-            return self._by_slot[chunk.first_slot]
+        """Return the number of each slot's group, (slots,)."""
+        if self._row_codes is None:
+            return self._slot_codes[chunk.first_slot]
         rows = chunk.rows()
-        if not self._shared:
-            return self._codes[rows]
-        known = rows != NO_ROW
-        found = np.empty(len(rows), np.int64)
-        found[known] = self._codes[rows[known]]
-        steps = chunk.per_slot(chunk.blocks[:, 0])[~known]
-        found[~known] = [self._shared[step] for step in steps.tolist()]
-        return found
-
-    def of_slots(self, chunks: Sequence[SlotChunk]) -> Tensor:
-        """The same for all slots of some chunks."""
-        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *map(self, chunks)]))
+        if not self._shared_codes:
+            return self._row_codes[rows]
+        has_row = rows != NO_ROW
+        codes = np.empty(len(rows), np.int64)
+        codes[has_row] = self._row_codes[rows[has_row]]
+        steps = chunk.per_slot(chunk.blocks[:, 0])[~has_row]
+        codes[~has_row] = [self._shared_codes[step] for step in steps.tolist()]
+        return codes
 
     def described(self) -> pl.DataFrame:
-        """The groups with those other columns that are the same for all rows of a group (a sample's label)."""
-        if self._codes is None:
+        """Return the groups with those other columns that are the same for all rows of a group (a sample's label)."""
+        if self._row_codes is None:
             return self.values
         others = [c.name for c in self._store.manifest.columns if c.name not in self.by and c.per == "row"]
         if not others:
@@ -94,6 +94,16 @@ class Groups:
         )
         same = [name for name in others if bool(table[f"{name} is one"].all())]
         return self.values.join(table.select(self.by + same), on=self.by, how="left", maintain_order="left")
+
+
+def _check_columns(store: Store, by: list[str]) -> None:
+    known = ["step", "position", *(column.name for column in store.manifest.columns)]
+    unknown = [name for name in by if name not in known]
+    if unknown or not by:
+        given = by[0] if len(by) == 1 else by
+        raise QuestionError(
+            f"by={given!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known)}."
+        )
 
 
 def _shared_steps(chunks: Sequence[SlotChunk]) -> Ints:

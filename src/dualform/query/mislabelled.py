@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.gradients import compute_dtype
+from dualform.errors import NotRecordedError, QuestionError
 from dualform.influence.loss_mean import LossMean
+from dualform.layers.streams import Layer
+from dualform.query.answer import check_top
+from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups
-from dualform.query.masks import Mask
 from dualform.query.written import written
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
@@ -21,53 +26,91 @@ NO_UNIT = torch.iinfo(torch.int64).max
 
 def mislabelled(
     store: Store,
-    layer: str,
+    layers: Sequence[str],
     end: int,
-    dtype: torch.dtype,
     *,
     k: int | None,
     by: str | Sequence[str],
-    where: pl.Expr | str | None,
-    mean: bool,
+    layer: str | None,
+    where: Where | None,
+    reduction: str,
 ) -> pl.DataFrame:
-    """One line for each group of the layer's slots, the largest mean error signal first; the k first of them, or all."""
-    groups = Groups(store, layer, by, end)
+    """Return one line for each group of the layer's slots, the largest mean error signal first; the k first of them, or all.
+
+    layers: the names of the recorded layers. layer: default the last of them that attends. `Dual.mislabelled` explains the rest.
+    """
+    if k is not None:
+        check_top(k, absolute=False, lowest=False)
+    if reduction not in ("mean", "sum"):
+        raise QuestionError(f'reduction={reduction!r}: expected "mean" or "sum", as the loss has it.')
+    chosen = _output_layer(store, layers, layer)
+    groups = Groups(store, chosen.name, by, end)
+    slots = _Slots(store, chosen, end, groups, where, "tokens" if reduction == "mean" else "none")
     sizes = torch.zeros(len(groups), dtype=torch.float64)
     visits = torch.zeros(len(groups), dtype=torch.int64)
-    for codes, errors in _slots(store, layer, end, dtype, groups, where, mean):
+    for codes, errors in slots:
         sizes.index_add_(0, codes, errors.norm(dim=1).double())
         visits.index_add_(0, codes, torch.ones_like(codes))
     scores = torch.where(visits > 0, sizes / visits.clamp(min=1), -torch.inf)
     order = scores.argsort(descending=True, stable=True)[: int((visits > 0).sum())][:k]
-    evidence = _Evidence(order, len(groups), store.layer(layer)[1].d_out)
-    for codes, errors in _slots(store, layer, end, dtype, groups, where, mean):
+    evidence = _Evidence(order, len(groups), chosen.d_out)
+    for codes, errors in slots:
         evidence.add(codes, errors)
     first = pl.DataFrame({"rank": np.arange(1, len(order) + 1), "score": scores[order].numpy()})
     last = evidence.frame(visits[order]).insert_column(0, pl.Series("visits", visits[order].numpy()))
     taken = {name: f"{name}_recorded" for name in (*first.columns, *last.columns)}
-    found = groups.described()[order.numpy()].rename({"position": "slot_position", **taken}, strict=False)
-    return pl.concat([first, found, last], how="horizontal")
+    described = groups.described()[order.numpy()].rename({"position": "slot_position", **taken}, strict=False)
+    return pl.concat([first, described, last], how="horizontal")
 
 
-def _slots(
-    store: Store, layer: str, end: int, dtype: torch.dtype, groups: Groups, where: pl.Expr | str | None, mean: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stretches of slots: the numbers of their groups (m,), and error signals (m, d_out) with a mean undone.
+def _output_layer(store: Store, layers: Sequence[str], layer: str | None) -> Layer:
+    """Return the layer whose error signals are asked for, if all of them were kept."""
+    if store.manifest.keep != "slots":
+        raise NotRecordedError(
+            f"mislabelled() needs the error signals of single slots, but {store.folder} keeps "
+            f'{store.manifest.keep} only. Record with keep="slots".'
+        )
+    attending = [name for name in layers if store.layer(name)[1].attends]
+    if layer is None:
+        layer = attending[-1] if attending else ""
+    _, chosen = store.layer(layer)
+    if not chosen.attends:
+        raise NotRecordedError(
+            f"mislabelled() needs all error signals of layer {layer!r}, which has no single error signals."
+        )
+    if chosen.outputs:
+        raise NotRecordedError(
+            f"mislabelled() needs all error signals of layer {layer!r}, which kept those of some output units only (outputs=)."
+        )
+    return chosen
 
-    Only slots that had a loss, of some row: padding and ignored labels say nothing about a sample's label.
-    """
-    mask = None if where is None else Mask(store, where, end)
-    loss_mean = LossMean(store, "tokens" if mean else "none")
-    d_out = store.layer(layer)[1].d_out
-    for chunk in store.chunks(layer, end_step=end):
-        kept = written(chunk) & (chunk.rows() != NO_ROW)
-        if mask is not None:
-            kept &= mask(chunk)
-        numbers = groups(chunk)
-        for low, high in chunk.pieces(d_out):
-            places = torch.from_numpy(np.flatnonzero(kept[low:high]))
-            errors = chunk.errors(dtype, low, high) * loss_mean.of_slots(chunk, low, high, dtype).unsqueeze(1)
-            yield torch.from_numpy(numbers[low:high])[places], errors[places]
+
+@dataclass(frozen=True)
+class _Slots:
+    """The slots of a layer that had a loss, of some row: padding and ignored labels say nothing about a sample's label."""
+
+    store: Store
+    layer: Layer
+    end: int
+    groups: Groups
+    where: Where | None
+    loss_mean: str
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the numbers of groups (m,), and error signals (m, d_out) with the loss's mean undone, some slots at a time."""
+        condition = None if self.where is None else Condition(self.store, self.where, self.end)
+        loss_mean = LossMean(self.store, self.loss_mean)
+        dtype = compute_dtype(self.store, self.layer.parameters[0])
+        for chunk in self.store.chunks(self.layer.name, end_step=self.end):
+            selected = written(chunk) & (chunk.rows() != NO_ROW)
+            if condition is not None:
+                selected &= condition(chunk)
+            codes = self.groups(chunk)
+            for low, high in chunk.pieces(self.layer.d_out):
+                places = torch.from_numpy(np.flatnonzero(selected[low:high]))
+                divisors = loss_mean.of_slots(chunk, low, high, dtype).unsqueeze(1)
+                errors = chunk.errors(dtype, low, high) * divisors
+                yield torch.from_numpy(codes[low:high])[places], errors[places]
 
 
 class _Evidence:

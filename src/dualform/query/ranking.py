@@ -1,83 +1,115 @@
-"""The best k of a stream, exactly: ties go to the lower slot number."""
+"""Which scores are the best, exactly: ties go to the lower slot number."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.native.highest import highest
+
 FEW = 4
-"""Up to so many times k scores are sorted as they are; of more, the k highest are taken first."""
-Way = Literal["highest", "lowest", "absolute"]
+"""Up to this many times k, scores are sorted as they are; of more, the k highest are selected first."""
+Order = Literal["highest", "lowest", "absolute"]
 
 
-def ranked_by(scores: Tensor, way: Way) -> Tensor:
-    """What decides: the highest of these are the best."""
-    return scores.abs() if way == "absolute" else -scores if way == "lowest" else scores
+def rank_keys(scores: Tensor, order: Order) -> Tensor:
+    """Return numbers of which the highest belong to the best scores."""
+    if order == "absolute":
+        return scores.abs()
+    if order == "lowest":
+        return -scores
+    return scores
 
 
-class Best:
-    """For each of n queries the k highest scores so far, with their numbers and values."""
+class Ranking(NamedTuple):
+    """The best slots of each query, best first: numbers and scores, both (queries, k)."""
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype):
-        self._k = k
-        self.scores = torch.zeros((n, 0), dtype=dtype)
-        self.values = torch.zeros((n, 0), dtype=dtype)
-        self.numbers = torch.zeros((n, 0), dtype=torch.int64)
-
-    def first(self, count: int) -> Best:
-        """The best of them."""
-        return self.replaced(self.scores[:, :count], self.values[:, :count], self.numbers[:, :count])
+    slots: Tensor
+    scores: Tensor
 
     @staticmethod
-    def join(parts: Sequence[Best], k: int, dtype: torch.dtype) -> Best:
-        """Those of several, one below the other; all have seen the same slots."""
-        found = Best(0, k, dtype)
-        width = max((part.scores.shape[1] for part in parts), default=0)
-        return found.replaced(
-            *(
-                torch.cat([getattr(part, name) for part in parts]) if parts else getattr(found, name).reshape(0, width)
-                for name in ("scores", "values", "numbers")
-            )
-        )
+    def empty(queries: int, dtype: torch.dtype) -> Ranking:
+        """Return a ranking without slots."""
+        return Ranking(torch.zeros(queries, 0, dtype=torch.int64), torch.zeros(queries, 0, dtype=dtype))
 
-    def replaced(self, scores: Tensor, values: Tensor, numbers: Tensor) -> Best:
-        """Another one that holds these."""
-        return Best.holding(self._k, scores, values, numbers)
+    def best(self, k: int, order: Order) -> Ranking:
+        """Return the k best. Of equal scores, the one with the lower slot number is better."""
+        by_slot = self.slots.sort(dim=1).indices
+        keys = rank_keys(self.scores, order).gather(1, by_slot)
+        by_key = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        places = by_slot.gather(1, by_key)
+        return Ranking(self.slots.gather(1, places), self.scores.gather(1, places))
 
-    @classmethod
-    def holding(cls, k: int, scores: Tensor, values: Tensor, numbers: Tensor) -> Best:
-        """One that has seen these, (n, up to k) each, best first."""
-        found = cls.__new__(cls)
-        found._k, found.scores, found.values, found.numbers = k, scores, values, numbers
+
+def merged(one: Ranking, other: Ranking, k: int, order: Order) -> Ranking:
+    """Return the k best of two rankings of at most k slots each."""
+    if not one.slots.shape[1]:
+        return other
+    return side_by_side([one, other]).best(k, order)
+
+
+def side_by_side(rankings: list[Ranking]) -> Ranking:
+    """Join rankings of the same queries."""
+    slots = torch.cat([ranking.slots for ranking in rankings], 1)
+    scores = torch.cat([ranking.scores for ranking in rankings], 1)
+    return Ranking(slots, scores)
+
+
+def stacked(rankings: list[Ranking], dtype: torch.dtype) -> Ranking:
+    """Join rankings of different queries, one below the other."""
+    if not rankings:
+        return Ranking.empty(0, dtype)
+    slots = torch.cat([ranking.slots for ranking in rankings])
+    scores = torch.cat([ranking.scores for ranking in rankings])
+    return Ranking(slots, scores)
+
+
+def top_places(keys: Tensor, k: int, codes: Tensor | None = None, groups: int = 1) -> list[Tensor]:
+    """Return where the k highest of each query's keys stand, best first, for each group: (queries, up to k) each.
+
+    keys: (queries, n). codes: (n,) int32, the group of each column; None: all are one group.
+    """
+    found = highest(keys, codes, groups, k)
+    if found is not None:
         return found
-
-    def add(self, scores: Tensor, numbers: Tensor, values: Tensor) -> None:
-        """scores (n, m) decide; values (n, m) go along; numbers (m,) ascend, above all that came before."""
-        if not scores.shape[1]:
-            return
-        numbered = numbers.expand(scores.shape)
-        if scores.shape[1] > FEW * self._k:
-            places = _highest(scores, self._k)
-            scores, values, numbered = scores.gather(1, places), values.gather(1, places), numbered.gather(1, places)
-        both = torch.cat([self.scores, scores], dim=1)
-        numbered = torch.cat([self.numbers, numbered], dim=1)
-        valued = torch.cat([self.values, values], dim=1)
-        order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
-        self.scores, self.numbers = both.gather(1, order), numbered.gather(1, order)
-        self.values = valued.gather(1, order)
+    if codes is None:
+        return [_top_places(keys, k)]
+    places = []
+    for members in columns_by_group(codes, groups):
+        best = _top_places(keys.index_select(1, members), k)
+        places.append(members[best])
+    return places
 
 
-def _highest(scores: Tensor, k: int) -> Tensor:
-    """(n, m) → (n, k): the places of the k highest of each row, ascending; ties to the lower place."""
-    found = scores.topk(k, dim=1)
+def columns_by_group(codes: Tensor, groups: int) -> list[Tensor]:
+    """Return the places of each group's members, ascending."""
+    numbers = codes.numpy()
+    if groups <= 256:
+        numbers = numbers.astype(np.uint8)  # NumPy sorts bytes in linear time
+    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
+    counts = torch.bincount(codes, minlength=groups).tolist()
+    return list(torch.split(order, counts))
+
+
+def _top_places(keys: Tensor, k: int) -> Tensor:
+    if keys.shape[1] <= FEW * k:
+        return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    places = _highest_in_place(keys, k)
+    order = keys.gather(1, places).sort(dim=1, descending=True, stable=True).indices
+    return places.gather(1, order)
+
+
+def _highest_in_place(keys: Tensor, k: int) -> Tensor:
+    """Return the places of the k highest of each row, ascending: (rows, k). `topk` alone takes any of equal keys."""
+    found = keys.topk(k, dim=1)
     lowest = found.values[:, -1:]
     places = found.indices.sort(dim=1).values
-    tied = torch.nonzero((scores >= lowest).sum(1) > k)[:, 0]
-    for row in tied.tolist():
-        above = torch.nonzero(scores[row] > lowest[row])[:, 0]
-        equal = torch.nonzero(scores[row] == lowest[row])[: k - len(above), 0]
+    rows_with_ties = torch.nonzero((keys >= lowest).sum(1) > k)[:, 0]
+    for row in rows_with_ties.tolist():
+        above = torch.nonzero(keys[row] > lowest[row])[:, 0]
+        equal = torch.nonzero(keys[row] == lowest[row])[: k - len(above), 0]
         places[row] = torch.cat([above, equal]).sort().values
     return places

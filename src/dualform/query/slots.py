@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.query.remembered import remembered
+from dualform.query.cache import cached
 from dualform.query.written import written
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
@@ -19,46 +19,50 @@ ADDRESS = {"row": pl.Int64(), "step": pl.Int64(), "position": pl.Int64(), "silen
 
 
 def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) -> pl.DataFrame:
-    """One line for each slot number, in their order: slot, step, the user's columns, then the rest of its address.
+    """Return one line for each slot number, in their order: slot, step, the user's columns, then the rest of its address.
 
     A slot that serves all rows has null in the user's columns and as its row.
     """
-    columns = [c.name for c in store.manifest.columns]
-    starts, size, blocks = remembered(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
-    block = np.minimum(slots // size, len(starts) - 1) if size else np.searchsorted(starts, slots, side="right") - 1
+    starts, blocks = cached(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
+    block = np.searchsorted(starts, slots, side="right") - 1
     step, backward, call, first_row, _, positions, _ = blocks.take(block, axis=1)
-    within, position = slots - starts[block], np.zeros_like(slots)
+    within = slots - starts[block]
+    position = np.zeros_like(slots)
     if positions.size and positions.max() > 1:
         within, position = np.divmod(within, positions)
     row = first_row + within
+    columns = [column.name for column in store.manifest.columns]
     table = store.row_table(row, position, positions, columns)
-    before = {"slot": slots, "step": step}
-    after = {"backward": backward, "call": call, "row": _row_column(row), "slot_position": position}
-    first, last = ([pl.Series(name, values, pl.Int64) for name, values in some.items()] for some in (before, after))
-    return pl.DataFrame([*first, *(table[name] for name in columns), *last])
+    return pl.DataFrame(
+        [
+            pl.Series("slot", slots, pl.Int64),
+            pl.Series("step", step, pl.Int64),
+            *(table[name] for name in columns),
+            pl.Series("backward", backward, pl.Int64),
+            pl.Series("call", call, pl.Int64),
+            _row_column(row).alias("row"),
+            pl.Series("slot_position", position, pl.Int64),
+        ]
+    )
 
 
 def _row_column(rows: Ints) -> pl.Series:
-    """The numbers of rows; null where there is no row."""
+    """Return the numbers of rows; null where there is no row."""
     without = rows == NO_ROW
     column = pl.Series(rows, dtype=pl.Int64)
     return column.set(pl.Series(without), None) if without.any() else column
 
 
-def _blocks(store: Store, layer: str, end: int) -> tuple[Ints, int, Ints]:
-    """Where the slots of each block begin, (blocks,), and all blocks, (7, blocks).
-
-    Between the two, how many slots a block has, if all but the last have as many; else 0.
-    """
+def _blocks(store: Store, layer: str, end: int) -> tuple[Ints, Ints]:
+    """Return where the slots of each block begin, (blocks,), and all blocks, (7, blocks)."""
     chunks = list(store.addresses(layer, end_step=end))
     starts = np.concatenate([np.zeros(0, np.int64), *(chunk.first_slot + chunk.starts for chunk in chunks)])
     blocks = np.concatenate([np.zeros((0, len(BLOCK_FIELDS)), np.int64), *(chunk.blocks for chunk in chunks)])
-    sizes = np.unique(np.diff(starts))
-    return starts, int(sizes[0]) if len(sizes) == 1 else 0, np.ascontiguousarray(blocks.T)
+    return starts, np.ascontiguousarray(blocks.T)
 
 
 def addresses(store: Store, layer: str, end: int) -> pl.DataFrame:
-    """One line for each slot of a layer, in the order of their numbers: row, step, position, and whether it is silent."""
+    """Return one line for each slot of a layer, in the order of their numbers: row, step, position, and whether it is silent."""
     tables = [_addresses(chunk) for chunk in store.addresses(layer, end_step=end)]
     return pl.concat([pl.DataFrame(schema=ADDRESS), *tables])
 

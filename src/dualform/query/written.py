@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dualform.query.remembered import remembered
+from dualform.query.cache import cached
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -21,7 +21,7 @@ def has_silent(store: Store, layer: str, end: int) -> bool:
     def find() -> bool:
         return any(chunk.silent is not None for chunk in store.addresses(layer, end_step=end))
 
-    return remembered(store, ("has silent slots", layer), find, end)
+    return cached(store, ("has silent slots", layer), find, end)
 
 
 def written(chunk: SlotChunk) -> Bools:
@@ -40,4 +40,4 @@ def rows_written(store: Store, layers: Sequence[str], end: int) -> Bools:
                 found[rows[rows != NO_ROW]] = True
         return found
 
-    return remembered(store, ("rows that wrote something", *layers), find, end)
+    return cached(store, ("rows that wrote something", *layers), find, end)

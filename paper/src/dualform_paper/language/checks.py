@@ -85,7 +85,7 @@ def check(text: Text, settings: Settings, folder: Path, progress: Progress = ign
     tokens = text.encode(prompt)
     scanned, sizes = recorded.scores(tokens), recorded.scores(tokens, absolute=True)
     attention = recorded.dual.attend(tokens[None])[LAYER]
-    signs = np.concatenate([(w.scores[0, -1] < 0).numpy() for w in attention.weights()])
+    signs = np.concatenate([(w.scores[0, -1] < 0).numpy() for w in attention.scores()])
     split = recorded.dual.contributions(tokens[None], target=lambda output: output[0][:, -1, unit])[OUTPUT]
     sums = split.sums(COLUMN)
     pushes, places = sums.totals[0].numpy(), sums.values[COLUMN].to_numpy()

@@ -43,7 +43,7 @@ class TwoLevels:
         self._dual = dualform.open(recording, model)
         self._text = text
         self._window = window
-        trained = self._dual.primal()
+        trained = self._dual.model()
         assert isinstance(trained, Transformer)
         self.model = trained
         self._positions = [

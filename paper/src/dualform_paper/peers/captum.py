@@ -19,13 +19,13 @@ def tracin(checkpoints: int = 15) -> View:
     def view(dual: Dual, study: Study, progress: Progress | None = None) -> Tensor:
         from captum.influence import TracInCP
 
-        networks = {str(step): dual.at_step(step).state_dict() for step in moments(dual, checkpoints)}
+        networks = {str(step): dual.at(step).model().state_dict() for step in moments(dual, checkpoints)}
 
         def load(model: nn.Module, name: str) -> float:
             model.load_state_dict(networks[name])
             return 1.0
 
-        model: Any = dual.primal()
+        model: Any = dual.model()
         peer = TracInCP(
             model,
             dataset(dual, study),

@@ -28,7 +28,7 @@ def kronfluence(checkpoints: int = 1, damping: float | None = 1e-8) -> View:
 
     def view(dual: Dual, study: Study, progress: Progress | None = None) -> Tensor:
         steps = moments(dual, checkpoints)
-        scores = [_scores(dual.at_step(step), dual, study, damping) for step in steps]
+        scores = [_scores(dual.at(step).model(), dual, study, damping) for step in steps]
         return scores[0] if len(scores) == 1 else torch.stack([standardised(one) for one in scores]).mean(0)
 
     return view

@@ -29,7 +29,7 @@ def trak(models: int = 10, size: int = 128) -> View:
         if not isinstance(study.target, Margin):
             raise NotRecordedError("TRAK is run on classifiers here: the study's target is not a dualform.Margin.")
         train, ids = dataset(dual, study), samples_of(dual, study)
-        model = dual.primal()
+        model = dual.model()
         networks = [model, *(study.train(ids, SEED + number) for number in range(1, models))]
         with tempfile.TemporaryDirectory() as folder:
             width = sum(parameter.numel() for parameter in model.parameters())

@@ -1,33 +1,20 @@
-"""Keys that several slots share, beside a plain dictionary."""
+"""Keys that several slots share."""
 
 import gc
 import weakref
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
 
 import dualform
-from dualform.query import visits as module
-from dualform.query.groups import Groups
-from dualform.query.visits import Visits
-from dualform.store import moments
+from dualform.query import cache
+from dualform.query.search import bounds, index
+from dualform.query.search.bounds import key_numbers
+from full_scan import top_by_scan
 from training import network, samples, sgd, train
 
 INPUTS, LABELS = samples()
-
-
-def plain(dual):
-    """{key, as a tuple: its slots, ascending}."""
-    found = {}
-    for slot, key in enumerate(dual.layer("0").keys.tolist()):
-        found.setdefault(tuple(key), []).append(slot)
-    return found
-
-
-def visits_of(dual, layer="0"):
-    return Visits(dual.store, layer, dual.end_step)
 
 
 def resumed(path):
@@ -60,16 +47,16 @@ def resumed(path):
 
 @pytest.fixture(scope="module")
 def duals(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("visits")
+    folder = tmp_path_factory.mktemp("shared")
     whole = train(folder / "one", steps=12).dual
     chunks = train(folder / "many", steps=12, chunk_bytes=2000).dual
     assert len(chunks.store.manifest.chunks) > 2
     return {
         "one chunk": whole,
         "many chunks": chunks,
-        "until 7": chunks.until(7),
-        "until 1": chunks.until(1),
-        "until 0": chunks.until(0),
+        "until 7": chunks.at(7),
+        "until 1": chunks.at(1),
+        "until 0": chunks.at(0),
         "resumed": resumed(folder / "resumed"),
     }
 
@@ -81,61 +68,24 @@ def dual(request, duals):
 
 def test_a_resumed_run_has_the_slots_that_count(duals):
     assert duals["resumed"].layer("0").slots == 9 * 5
-    assert len(plain(duals["resumed"])) < 9 * 5
+    assert len(duals["resumed"].layer("0").keys.unique(dim=0)) < 9 * 5
 
 
-@pytest.mark.parametrize("stretch", [1, 3, 8192])
-def test_the_slots_of_each_key(dual, stretch, monkeypatch):
-    monkeypatch.setattr(module, "STRETCH", stretch)
-    visits, expected, found, before = visits_of(dual), plain(dual), {}, -1
-    for numbers, keys in visits.keys(torch.float64):
-        assert len(numbers) == len(keys) <= stretch
-        assert numbers[0] > before  # ascending
-        before = int(numbers[-1])
-        counts, slots = visits.slots_of(numbers)
-        for key, mine in zip(keys.tolist(), slots.split(counts.tolist()), strict=True):
-            assert tuple(key) not in found
-            found[tuple(key)] = mine.tolist()
-    assert found == expected
-    assert len(visits.key_of) == sum(map(len, expected.values()))
+def test_the_key_of_each_slot(dual):
+    """By its number among the stored keys, it is the key that the slot had."""
+    stored = torch.cat([torch.zeros(0, 5), *(keys for _, keys in dual.store.distinct_keys("0", torch.float64))])
+    keys = dual.layer("0").keys
+    numbers = key_numbers(dual.store, "0", dual.end_step, torch.arange(len(keys)))
+    assert torch.equal(stored[numbers], keys)
+    backwards = torch.arange(len(keys)).flip(0)
+    assert torch.equal(key_numbers(dual.store, "0", dual.end_step, backwards), numbers.flip(0))
 
 
-def test_slots_of_keys_in_any_order_and_several_times(duals):
-    visits = visits_of(duals["many chunks"])
-    numbers = torch.tensor([4, 0, 4, 2])
-    counts, slots = visits.slots_of(numbers)
-    expected = [np.flatnonzero(visits.key_of == number).tolist() for number in numbers.tolist()]
-    assert [mine.tolist() for mine in slots.split(counts.tolist())] == expected
-    assert len(visits.slots_of(numbers[:0])[1]) == 0
-
-
-def test_keys_that_are_not_stored_once(dual):
-    """A hidden layer sees other keys each time: each slot has its own, in order."""
+def test_slots_that_share_no_keys(dual):
+    """A hidden layer sees other keys each time: the key of a slot has the slot's number."""
     assert not dual.store.has_equal_keys("2")
-    visits, slots = visits_of(dual, "2"), dual.layer("2").slots
-    assert visits.key_of.tolist() == list(range(slots))
-    found = list(visits.keys(torch.float64))
-    assert torch.equal(torch.cat([torch.zeros(0, 7), *(keys for _, keys in found)]), dual.layer("2").keys)
-    counts, mine = visits.slots_of(torch.arange(slots).flip(0))
-    assert counts.tolist() == [1] * slots
-    assert mine.tolist() == list(range(slots))[::-1]
-
-
-@pytest.mark.parametrize("by", ["label", ["label", "sample_id"], "step"])
-def test_how_many_slots_of_each_group(dual, by):
-    visits = visits_of(dual)
-    groups = Groups(dual.store, "0", by, dual.end_step)
-    counts, first = visits.by_group(groups)
-    table = dual.rows.select(groups.by).rows()
-    values = groups.values.rows()
-    assert counts.shape == (dual.store.key_count("0"), len(values))
-    expected, earliest = {}, {}
-    for slot, (key, value) in enumerate(zip(visits.key_of.tolist(), table, strict=True)):
-        place = (key, values.index(value))
-        expected[place] = expected.get(place, 0) + 1
-        earliest.setdefault(values.index(value), slot)
-    assert {(k, g): int(counts[k, g]) for k, g in torch.nonzero(counts).tolist()} == expected
-    assert first.tolist() == [earliest[place] for place in range(len(values))]
+    slots = torch.arange(dual.layer("2").slots)
+    assert torch.equal(key_numbers(dual.store, "2", dual.end_step, slots), slots)
 
 
 @pytest.mark.parametrize("absolute", [True, False])
@@ -160,15 +110,20 @@ def test_sizes_are_summed_and_not_the_size_of_a_sum(duals):
     assert ((sizes - signed.abs()) > 0.1).any()
 
 
-def test_many_moments_take_no_more_memory_than_a_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(moments, "MOST", 3)
-    dual, held = train(tmp_path / "run", steps=12).dual, weakref.WeakSet()
-    plain = Visits.__init__
-    monkeypatch.setattr(
-        Visits, "__init__", lambda self, *given, **named: (held.add(self), plain(self, *given, **named))[1]
-    )
+def test_questions_about_many_steps_take_no_more_memory_than_about_a_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "STEPS", 3)
+    monkeypatch.setattr(index, "FEWEST_SLOTS", 0)
+    held = weakref.WeakSet()
+    find = bounds._all_key_numbers
+
+    def find_and_watch(store, layer, end):
+        held.add(found := find(store, layer, end))
+        return found
+
+    monkeypatch.setattr(bounds, "_all_key_numbers", find_and_watch)
+    dual = train(tmp_path / "run", steps=12).dual
     for step in range(1, 13):
-        attention = dual.until(step).attend(INPUTS)["0"]
+        attention = dual.at(step).attend(INPUTS)["0"]
         assert attention.top(3).height == 3 * len(INPUTS)
         assert not attention.total("label").is_empty()
         gc.collect()
@@ -198,3 +153,12 @@ def test_ties_go_to_the_lower_slot_even_if_its_key_was_stored_later(tmp_path):
     attention = dualform.open(tmp_path / "run", model).attend(torch.zeros(1, 5, dtype=torch.float64))["0"]
     for k in range(1, 7):
         assert attention.best(k).slots.tolist() == [list(range(k))]
+
+
+def test_attention_and_contributions_do_not_share_what_they_rank(duals, monkeypatch):
+    """Attention ranks the keys of the first layer, contributions its slots; both are kept with the open store."""
+    monkeypatch.setattr(index, "FEWEST_SLOTS", 0)
+    dual = duals["one chunk"].reopened()
+    attention, contributions = dual.attend(INPUTS)["0"], dual.contributions(INPUTS)["0"]
+    for answer in (attention, contributions, attention):
+        assert torch.equal(answer.best(5).slots, top_by_scan(answer, 5).slots)

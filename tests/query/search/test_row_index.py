@@ -4,14 +4,15 @@ import polars as pl
 import pytest
 import torch
 
-from dualform.query import foremost
+from dualform.query.search import rows as row_search
+from full_scan import top_by_scan
 from training import FEATURES, train
 
 
 @pytest.fixture(scope="module", params=["float64", "float16"])
 def run(request, tmp_path_factory):
     precision = torch.float64 if request.param == "float64" else torch.float32
-    path = tmp_path_factory.mktemp("foremost") / "run"
+    path = tmp_path_factory.mktemp("rows") / "run"
     return train(path, steps=40, chunk_bytes=4000, precision=precision, dtype=request.param)
 
 
@@ -22,7 +23,7 @@ def questions(run, count=4):
 
 @pytest.fixture
 def influence(run, monkeypatch):
-    monkeypatch.setattr(foremost, "ROWS", 7)
+    monkeypatch.setattr(row_search, "MOST_ROWS", 7)
     return run.dual.influence(questions(run), segments=6)
 
 
@@ -31,16 +32,11 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=bar, atol=bar)
 
 
-def scanned(influence, k, where=None, absolute=False, lowest=False):
-    """All scores are computed."""
-    return influence._multiplied(k, "absolute" if absolute else "lowest" if lowest else "highest", where)
-
-
 @pytest.mark.parametrize("k", [1, 3, 500])
 @pytest.mark.parametrize("how", [{}, {"absolute": True}, {"lowest": True}, {"where": pl.col("label") == 1}])
 def test_the_best_are_those_of_the_full_scan(influence, k, how):
-    assert foremost.can_be_bounded(influence._scored, influence._layers)
-    found, every = influence.best(k, **how), scanned(influence, 10_000, **how)
+    assert influence._scorer.index() is not None
+    found, every = influence.best(k, **how), top_by_scan(influence, 10_000, **how)
     # rows that are the same sample in the same step have the same score, but for rounding: either may come first
     close(found.scores, every.scores[:, :k])
     for rows, scores, all_rows, all_scores in zip(found.slots, found.scores, every.slots, every.scores, strict=True):
@@ -53,7 +49,7 @@ def test_the_best_are_those_of_the_full_scan(influence, k, how):
 @pytest.mark.parametrize("damping", [0.01, 5.0])
 def test_norms_that_were_kept_bound_other_dampings_too(run, damping):
     found = run.dual.influence(questions(run), segments=6, damping=damping)
-    close(found.best(3).scores, scanned(found, 3).scores)
+    close(found.best(3).scores, top_by_scan(found, 3).scores)
 
 
 def test_ties_go_to_the_lower_row(influence):
@@ -65,19 +61,18 @@ def test_ties_go_to_the_lower_row(influence):
 
 def test_not_all_keys_are_read(influence, monkeypatch):
     read = []
-    original = foremost._scores
+    score = row_search._BoundedWindow.score
 
-    def counting(*args):
-        found = original(*args)
-        read.append((len(found[0]), args[3].end - args[3].begin))
-        return found
+    def counting(window, rows):
+        read.append((len(rows), window._bound.shape[1]))
+        return score(window, rows)
 
-    monkeypatch.setattr(foremost, "_scores", counting)
+    monkeypatch.setattr(row_search._BoundedWindow, "score", counting)
     influence.best(1)
-    assert sum(n for n, _ in read) < sum(n for _, n in read)
+    assert sum(scored for scored, _ in read) < sum(rows for _, rows in read)
 
 
 def test_other_methods_and_layers_are_scanned(run):
     sketch = run.dual.influence(questions(run, 2), segments=2, method="sketch")
-    assert not foremost.can_be_bounded(sketch._scored, sketch._layers)
+    assert sketch._scorer.index() is None
     assert sketch.best(2).slots.shape == (2, 2)

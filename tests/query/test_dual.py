@@ -49,9 +49,9 @@ def test_the_optimizers_state_at_a_snapshot(tmp_path):
         assert set(states[name]) == {"exp_avg", "exp_avg_sq", "step"}
         for key, value in states[name].items():
             torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
-    assert run.dual.until(0).optimizer_state() == {}
+    assert run.dual.at(0).optimizer_state() == {}
     with pytest.raises(NotRecordedError, match="there is no snapshot at step 3"):
-        run.dual.until(3).optimizer_state()
+        run.dual.at(3).optimizer_state()
 
 
 def test_rows_and_log(trained):
@@ -66,8 +66,8 @@ def test_without_a_model(trained):
     assert dual.info() == trained.dual.info()
     assert dual.verify().passed
     for question in (
-        lambda: dual.masked(keep=pl.lit(True)),
-        lambda: dual.at_step(3),
+        lambda: dual.masked(only=pl.lit(True)),
+        lambda: dual.at(3).model(),
         lambda: dual.contributions(INPUTS),
     ):
         with pytest.raises(QuestionError, match=r"needs the model: dualform\.open\(path, model\)"):
@@ -106,7 +106,7 @@ def test_the_model_is_not_changed(trained):
     dual.attend(INPUTS)["2"].top(3)
     dual.contributions(INPUTS)["2"].top(3)
     dual.masked(drop=pl.col("label") == 1)
-    dual.at_step(3)
+    dual.at(3).model()
     assert_same_weights(model, before, atol=0)
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -117,45 +117,45 @@ def test_the_model_is_not_changed(trained):
 def test_weights_come_from_the_store(trained):
     other = dualform.open(trained.path, network(seed=9))
     assert other.attend(INPUTS)["2"].top(3).equals(trained.dual.attend(INPUTS)["2"].top(3))
-    assert_same_weights(other.primal(), trained.model.state_dict(), atol=0)
+    assert_same_weights(other.model(), trained.model.state_dict(), atol=0)
 
 
 @pytest.mark.parametrize("step", range(7))
 def test_at_step_is_the_checkpoint_of_that_step(trained, step):
-    assert_same_weights(trained.dual.at_step(step), trained.checkpoints[step], atol=1e-14)
+    assert_same_weights(trained.dual.at(step).model(), trained.checkpoints[step], atol=1e-14)
 
 
 @pytest.mark.parametrize("step", [0, 2, 6])
 def test_until_is_the_dual_of_that_moment(trained, step):
-    past = trained.dual.until(step)
+    past = trained.dual.at(step)
     assert past.end_step == step
     assert past.rows.height == past.layer("0").slots == 5 * step
     assert past.log.height == step
-    assert_same_weights(past.primal(), trained.checkpoints[step], atol=1e-14)
+    assert_same_weights(past.model(), trained.checkpoints[step], atol=1e-14)
     assert past.attend(INPUTS)["0"].top(100)["step"].max() == (step - 1 if step else None)
     hidden = torch.tanh(INPUTS @ trained.checkpoints[step]["0.weight"].T + trained.checkpoints[step]["0.bias"])
     torch.testing.assert_close(past.attend(INPUTS)["2"].queries[:, 0], hidden, rtol=0, atol=1e-13)
 
 
 def test_contributions_and_masks_of_an_earlier_moment(trained):
-    past = trained.dual.until(4)
-    logits = past.primal()(INPUTS)[:, 2].tolist()
+    past = trained.dual.at(4)
+    logits = past.model()(INPUTS)[:, 2].tolist()
     parts = past.contributions(INPUTS, target=2)["2"].parts()
     assert (parts["initial"] + parts["slots"]).to_list() == pytest.approx(logits, rel=1e-11)
-    assert_same_weights(past.masked(keep=pl.lit(True)), trained.checkpoints[4], atol=1e-14)
-    assert_same_weights(past.until(2).primal(), trained.checkpoints[2], atol=1e-14)
+    assert_same_weights(past.masked(only=pl.lit(True)), trained.checkpoints[4], atol=1e-14)
+    assert_same_weights(past.at(2).model(), trained.checkpoints[2], atol=1e-14)
 
 
 @pytest.mark.parametrize("step", [-1, 7, 2.0, "3", True, None])
 def test_a_step_out_of_range(dual, step):
-    for question in (dual.until, dual.at_step):
+    for question in (dual.at,):
         with pytest.raises(QuestionError, match=r"step .*: expected a whole number from 0 to 6"):
             question(step)
 
 
 def test_a_moment_after_the_moment(dual):
     with pytest.raises(QuestionError, match="from 0 to 3"):
-        dual.until(3).until(4)
+        dual.at(3).at(4)
 
 
 def test_unknown_layer(dual):
@@ -171,15 +171,15 @@ def test_what_was_not_recorded_comes_from_a_snapshot_and_is_named(tmp_path):
         UserWarning,
         match=r"snapshot at step 0 instead of step 3: 1\.num_batches_tracked, 1\.running_mean, 1\.running_var$",
     ):
-        model = run.dual.at_step(3)
+        model = run.dual.at(3).model()
     torch.testing.assert_close(model[0].weight.detach(), run.checkpoints[3]["0.weight"], rtol=0, atol=1e-13)
     torch.testing.assert_close(model[1].weight.detach(), run.checkpoints[3]["1.weight"], rtol=0, atol=1e-13)
     assert torch.equal(model[1].running_mean, run.checkpoints[0]["1.running_mean"])
-    assert_same_weights(run.dual.at_step(6), run.checkpoints[6], atol=0)
+    assert_same_weights(run.dual.at(6).model(), run.checkpoints[6], atol=0)
 
 
 def test_where_each_slot_comes_from(trained):
-    dual = trained.dual.until(4)
+    dual = trained.dual.at(4)
     found = dual.slots("2")
     assert found["row"].to_list() == list(range(20))
     assert found["step"].to_list() == dual.rows["step"].to_list()
@@ -199,7 +199,7 @@ def test_two_threads_do_not_see_each_other(trained, question):
     """A forward pass that takes its time, while another question is asked of the same dual."""
     dual = trained.dual
     alone = [getattr(dual, question)(INPUTS[n : n + 1])["2"].total("label") for n in range(4)]
-    dual._ready.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    dual._query_model.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: getattr(dual, question)(INPUTS[n : n + 1])["2"].total("label"), range(4)))
     assert [one.to_dicts() for one in found] == [one.to_dicts() for one in alone]

@@ -1,0 +1,400 @@
+"""Scores slots by what they add to a target: value · (key · query), along ∂target/∂output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.dual.coefficients import Coefficients, is_elementwise, walked
+from dualform.dual.gradients import Rows, Updates, chosen_rows, kept_rows, updates_of
+from dualform.dual.replay import Backward
+from dualform.dual.scores import inner, products, scores
+from dualform.dual.totals import View, find
+from dualform.dual.weights import initial, rebuilt, scaled
+from dualform.errors import NotRecordedError
+from dualform.layers.keys import Keys, part
+from dualform.layers.streams import Layer, Use
+from dualform.progress import Progress
+from dualform.query.cache import cached
+from dualform.query.ranking import Order
+from dualform.query.scan import query_blocks
+from dualform.query.scorer import Scorer
+from dualform.query.search.bounds import ContributionBounds, Products, StoredVectors, key_numbers
+from dualform.query.search.index import SlotIndex
+from dualform.store.heap import Room
+from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
+
+Uses = Sequence[Use]
+
+
+class ContributionScorer(Scorer):
+    """Scores slots by their contributions to a target, summed over each query's positions."""
+
+    value = "contribution"
+
+    def __init__(
+        self,
+        store: Store,
+        layer: Layer,
+        end: int,
+        queries: Tensor,
+        gradients: Tensor,
+        dtype: torch.dtype,
+        *,
+        query_layer: Layer | None = None,
+        uses: Uses | None = None,
+        progress: Progress | None = None,
+    ):
+        """queries (examples, positions, d_in); gradients (examples, positions, d_out): ∂target/∂output.
+
+        query_layer: the layer that the queries are of, if it shares a parameter with the layer whose slots these are. uses: which
+        of its parameters count; default: all. progress: called while an optimizer is replayed.
+        """
+        super().__init__(store, layer, end, len(queries), dtype)
+        self.inputs = queries.to("cpu", dtype)
+        self.gradients = gradients.to("cpu", dtype)
+        self.query_layer = layer if query_layer is None else query_layer
+        self.uses = self.query_layer.uses if uses is None else uses
+        self._progress = progress
+        self._replayed: tuple[slice, Tensor] | None = None
+        self._open_chunk: tuple[int, SlotChunk | None] | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the slots are of another layer than the queries."""
+        return self.query_layer is not self.layer
+
+    def for_uses(self, uses: Uses, gradients: Tensor | None = None) -> ContributionScorer:
+        """Return a scorer for some uses of parameters alone, along other gradients if there are any."""
+        gradients = self.gradients if gradients is None else gradients
+        return ContributionScorer(
+            self.store, self.layer, self.end, self.inputs, gradients, self.dtype, uses=uses, progress=self._progress
+        )
+
+    def for_tied_layer(self, layer: Layer) -> ContributionScorer:
+        """Return a scorer for the slots of another layer that shares parameters with this one."""
+        uses = [use for use in self.uses if use.parameter in layer.parameters]
+        return ContributionScorer(
+            self.store,
+            layer,
+            self.end,
+            self.inputs,
+            self.gradients,
+            self.dtype,
+            query_layer=self.query_layer,
+            uses=uses,
+            progress=self._progress,
+        )
+
+    # Scores
+
+    @property
+    def numbers_per_score(self) -> int:
+        """One for each position: they are summed last."""
+        return max(1, self.inputs.shape[1])
+
+    @property
+    def numbers_per_query(self) -> int:
+        """∂target/∂parameter is held, and where an optimizer is replayed, all scores are."""
+        if self.store.manifest.keep != "slots":
+            return self._largest_product
+        if self._is_replayed:
+            return max(2 * self._largest_product, self.store.slots(self.layer.name))
+        return 2 * self._largest_product if self._sums_positions_first else 0
+
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+        """Return the contributions of the slots low to high of a chunk, (queries, slots)."""
+        if self._is_replayed:
+            return self._replayed_scores(queries)[:, run.first_slot + low : run.first_slot + high]
+        keys = run.keys(self.dtype, low, high)
+        errors = run.errors(self.dtype, low, high)
+        if not self._sums_positions_first:
+            return self._score_by_position(queries, run, low, high, keys, errors)
+        total = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
+        for query_use, slot_use in self._pairs():
+            rows = self._rows(query_use) if slot_use is query_use else None
+            product = self._product(query_use, slot_use, queries, rows)
+            values = scaled(run, self._coefficients[query_use.parameter], low, high, self.dtype)
+            total += scores(slot_use, product, keys, errors, rows) * values.T
+        return total
+
+    def _score_by_position(
+        self, queries: slice, run: SlotChunk, low: int, high: int, keys: Keys, errors: Tensor
+    ) -> Tensor:
+        """Multiply attention weights and slopes at each position, and sum over the positions last."""
+        inputs = self.inputs[queries]
+        count, positions, width = inputs.shape
+        by_errors: dict[tuple[int, ...], list[Use]] = {}
+        for use in self.uses:
+            columns = use.errors if use.role != "scale" else (-1,)
+            by_errors.setdefault(columns, []).append(use)
+        total = torch.zeros(count, high - low, dtype=self.dtype)
+        for columns, uses in by_errors.items():
+            weights = torch.zeros((), dtype=self.dtype)  # (examples, positions, slots)
+            for use in uses:
+                value = scaled(run, self._coefficients[use.parameter], low, high, self.dtype)[:, 0]
+                if use.role == "bias":
+                    weights = weights + value
+                else:
+                    attention = keys.dot(inputs.reshape(-1, width), use.keys) * value
+                    weights = weights + attention.reshape(count, positions, high - low)
+            slopes = part(self.gradients[queries], columns) @ part(errors, columns).T
+            total += (weights * slopes).sum(1)
+        return total
+
+    @cached_property
+    def _sums_positions_first(self) -> bool:
+        """Whether summing ∂target/∂parameter over the query's positions first is cheaper, or needed."""
+        layer = self.query_layer
+        if self.is_tied or layer.form != "vectors" or layer.outputs:
+            return True
+        positions = self.inputs.shape[1]
+        return positions * (layer.d_in + layer.d_out) > 2 * layer.d_in * layer.d_out
+
+    # Parameters
+
+    def _pairs(self) -> list[tuple[Use, Use]]:
+        """Return (how the query uses a parameter, how the slots use it)."""
+        if not self.is_tied:
+            return [(use, use) for use in self.uses]
+        return [(a, b) for a in self.uses for b in self.layer.uses if a.parameter == b.parameter]
+
+    def _product(self, query_use: Use, slot_use: Use, queries: slice, rows: Rows | None) -> Tensor:
+        """Return ∂target/∂parameter, (examples, *shape); of a bias, only for outputs whose error signals were kept."""
+        found = products(query_use, self.query_layer, self.inputs[queries], self.gradients[queries], rows)
+        if slot_use.role == "bias" and self.layer.outputs:
+            return found[:, list(self.layer.outputs)]
+        return found
+
+    @cached_property
+    def _units(self) -> list[int]:
+        """The outputs that the target depends on, if they are few; else none: all are taken."""
+        units: list[int] = torch.nonzero((self.gradients != 0).any(0).any(0))[:, 0].tolist()
+        layer = self.query_layer
+        if not layer.outputs:
+            return units if 0 < 2 * len(units) <= layer.d_out else []
+        missing = sorted(set(units) - set(layer.outputs))
+        if missing:
+            raise NotRecordedError(
+                f"the target depends on output {missing[0]} of layer {layer.name!r}, whose error signals were not kept "
+                f"(outputs=). Kept: {len(layer.outputs)} of {layer.d_out}."
+            )
+        return units or list(layer.outputs[:1])
+
+    def _rows(self, use: Use) -> Rows | None:
+        """Return the rows of a weight that the target depends on; None: all."""
+        if use.role != "weight" or not self._units:
+            return None
+        return chosen_rows(self.store, use.parameter, self._units)
+
+    @cached_property
+    def _largest_product(self) -> int:
+        """How many numbers ∂target/∂parameter takes, for one query."""
+        sizes = [0]
+        for use in self.uses:
+            height, *rest = self.store.manifest.parameters[self.store.parameter(use.parameter)].shape
+            if self._rows(use) is not None:
+                height = len(self._units)
+            sizes.append(height * int(np.prod(rest)))
+        return max(sizes)
+
+    @cached_property
+    def _updates(self) -> dict[str, Updates]:
+        names = {use.parameter for use, _ in self._pairs()}
+        return {name: updates_of(self.store, name, end=self.end) for name in names}
+
+    @cached_property
+    def _is_replayed(self) -> bool:
+        """Whether any coefficient is a matrix, which is known only while the optimizer is replayed."""
+        return any(is_elementwise(updates) for updates in self._updates.values())
+
+    @cached_property
+    def _coefficients(self) -> dict[str, Coefficients]:
+        found = {}
+        for name, updates in self._updates.items():
+            if not is_elementwise(updates):
+                found[name] = cached(self.store, ("coefficients", name), lambda u=updates: walked(u), self.end)  # type: ignore[misc]
+        return found
+
+    # The best without all scores
+
+    def index(self) -> SlotIndex | None:
+        """Return an index of keys and error signals, if the layer is one matrix with or without a bias, and a query one vector."""
+        shapes = [(use.role, *use.keys, *use.errors, *(use.rows or ()), use.groups) for use in self.uses]
+        is_plain = shapes in ([("weight", 1)], [("weight", 1), ("bias", 1)])
+        if not is_plain or self.inputs.shape[1] != 1 or self._is_replayed or self._sums_positions_first:
+            return None
+        return SlotIndex(self.store, self.layer.name, self.end, self.queries, self.dtype, self._bounds)
+
+    def _bounds(self, slots: Tensor, order: Order) -> ContributionBounds:
+        weight, *biases = (self._values(use.parameter)[slots] for use in self.uses)
+        bias = biases[0] if biases else torch.zeros_like(weight)
+        numbers = key_numbers(self.store, self.layer.name, self.end, slots)
+        keys = StoredVectors(self.store, self.layer, "key", self.dtype)
+        errors = StoredVectors(self.store, self.layer, "error", self.dtype)
+        return ContributionBounds(
+            Products(self.inputs[:, 0], keys, numbers),
+            Products(self.gradients[:, 0], errors, slots),
+            weight,
+            bias,
+            order,
+        )
+
+    def _values(self, parameter: str) -> Tensor:
+        """Return the negative coefficient of each slot, (slots,)."""
+        coefficients = self._coefficients[parameter]
+        chunks = self.store.addresses(self.layer.name, end_step=self.end)
+        return torch.cat([scaled(chunk, coefficients, 0, chunk.slots, self.dtype)[:, 0] for chunk in chunks])
+
+    # Totals and initial parts
+
+    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+        """Return totals from what each group wrote to the parameters."""
+        if absolute or (self._shares_parameters and self.store.manifest.keep != "totals"):
+            return None
+        view = find(self.store, columns, self.end, deltas=True)
+        return None if view is None else (view, self.along_deltas(view))
+
+    @property
+    def _shares_parameters(self) -> bool:
+        return not self.is_tied and bool(self.tied_layers())
+
+    def tied_layers(self) -> list[Layer]:
+        """Return the other layers whose slots write to the same parts of this layer's parameters (tied embeddings)."""
+        own = {use.parameter for use in self.uses}
+        others = [layer for layer in self.store.manifest.layers if layer is not self.layer]
+        return [layer for layer in others if own & set(layer.parameters) and not self._is_disjoint(layer)]
+
+    def _is_disjoint(self, other: Layer) -> bool:
+        """Return whether two layers use different rows of what they share (the parts of an attention)."""
+        shared = [(a.rows, b.rows) for a in self.uses for b in other.uses if a.parameter == b.parameter]
+        return all(a and b and (a[1] <= b[0] or b[1] <= a[0]) for a, b in shared)
+
+    def along_deltas(self, view: View) -> Tensor:
+        """Return ⟨∂target/∂parameter, what each group wrote⟩, (examples, groups) float64."""
+        totals = torch.zeros(self.queries, view.groups.height, dtype=torch.float64)
+        for use in self.uses:
+            for group, delta in enumerate(view.deltas(use.parameter).to(self.dtype)):
+                totals[:, group] += self._along(use, delta, self.dtype)
+        return totals
+
+    def along_initial(self, view: View | None) -> Tensor:
+        """Return ⟨∂target/∂parameter, initial part⟩, (examples,) float64. view: stored totals that hold it, if there are any."""
+        total = torch.zeros(self.queries, dtype=torch.float64)
+        for use in self.uses:
+            rows = None
+            if view is not None:
+                matrix = view.initial(use.parameter)
+            elif use.role in ("bias", "scale"):
+                # What bias gradients hold beyond the sum of their slots is rounding: it stays with the initial part
+                matrix = rebuilt(
+                    self.store, use.parameter, begin=0, end=self.end, keep=lambda chunk: np.zeros(chunk.slots, np.bool_)
+                )
+            else:
+                rows = self._rows(use)
+                matrix = initial(self.store, use.parameter, self.end, rows)
+            total += self._along(use, matrix, torch.float64, rows)
+        return total
+
+    def _along(self, use: Use, matrix: Tensor, dtype: torch.dtype, rows: Rows | None = None) -> Tensor:
+        """Return ⟨∂target/∂parameter, matrix⟩, (examples,) float64."""
+        own = matrix[use.rows[0] : use.rows[1]] if use.rows else matrix
+        found = torch.zeros(self.queries, dtype=torch.float64)
+        for queries in query_blocks(self, 1):
+            inputs = self.inputs[queries].to(dtype)
+            slopes = self.gradients[queries].to(dtype)
+            found[queries] = inner(use, self.query_layer, inputs, slopes, own, rows).double()
+        return found
+
+    # Coefficients that are matrices
+
+    def _replayed_scores(self, queries: slice) -> Tensor:
+        """Return the scores of some queries for all slots, (queries, slots); those of the last block are kept."""
+        known = self._replayed  # read once: another thread may replace it at any time
+        if known is not None and known[0] == queries:
+            return known[1]
+        found = self._replay(queries, self.dtype)
+        if self.dtype != torch.float64 and not found.isfinite().all():
+            # Coefficients may leave the range of float32 in weights that wrote next to nothing
+            found = self._replay(queries, torch.float64).to(self.dtype)
+        self._replayed = (queries, found)
+        return found
+
+    def _replay(self, queries: slice, dtype: torch.dtype) -> Tensor:
+        total = torch.zeros(queries.stop - queries.start, self.store.slots(self.layer.name), dtype=dtype)
+        for query_use, slot_use in self._pairs():
+            updates = self._updates[query_use.parameter]
+            rows = self._rows(query_use) if slot_use is query_use else None
+            if rows is None:
+                rows = kept_rows(self.store, query_use.parameter)
+            product = self._product(query_use, slot_use, queries, rows).to(dtype)
+            if is_elementwise(updates):
+                self._add_replayed(total, query_use, slot_use, product, rows)
+            else:
+                self._add_scaled(total, query_use, slot_use, product, rows)
+        return total
+
+    def _add_scaled(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
+        """Add the scores of a parameter whose coefficients are numbers, beside others whose coefficients are matrices."""
+        coefficients = self._coefficients[query_use.parameter]
+        for chunk in self.store.chunks(self.layer.name, end_step=self.end):
+            for low, high in chunk.pieces(self.layer.d_in + self.layer.d_out):
+                keys = chunk.keys(total.dtype, low, high)
+                errors = chunk.errors(total.dtype, low, high)
+                values = scaled(chunk, coefficients, low, high, total.dtype)
+                found = scores(slot_use, product, keys, errors, rows) * values.T
+                total[:, chunk.first_slot + low : chunk.first_slot + high] += found
+
+    def _add_replayed(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
+        """Add the scores of a parameter whose coefficients are matrices: they come from the last step to the first."""
+        updates = self._updates[query_use.parameter]
+        steps = len(updates.steps)
+        # Of a bias the coefficients of all outputs are known, but only some of its error signals were kept
+        kept = list(self.layer.outputs) if slot_use.role == "bias" and self.layer.outputs else None
+        for place, matrix in Backward(self.store, updates, rows, wide=total.dtype == torch.float64):
+            if self._progress is not None:
+                self._progress(f"replaying {query_use.parameter}", steps - place, steps)
+            coefficients = matrix.reshape(len(matrix), -1) if matrix.dim() > 1 else matrix
+            if query_use.rows:
+                coefficients = coefficients[query_use.rows[0] : query_use.rows[1]]
+            if kept is not None:
+                coefficients = coefficients[kept]
+            weighed = product * coefficients.reshape(product.shape[1:])
+            self._add_step(total, slot_use, weighed, rows, updates, place)
+
+    def _add_step(
+        self, total: Tensor, slot_use: Use, weighed: Tensor, rows: Rows | None, updates: Updates, place: int
+    ) -> None:
+        step = int(updates.steps[place])
+        factors = updates.factors[place]
+        chunk = self._chunk_at(step)
+        if chunk is None:
+            return
+        first, last = np.searchsorted(chunk.blocks[:, 0], [step, step + 1]).tolist()
+        for block in range(first, last):
+            backward = int(chunk.blocks[block, 1])
+            factor = float(factors[backward]) if backward < len(factors) else 0.0
+            low = int(chunk.starts[block])
+            high = low + int(chunk.counts[block])
+            if not factor or high == low:
+                continue
+            keys = chunk.keys(total.dtype, low, high)
+            errors = chunk.errors(total.dtype, low, high)
+            found = scores(slot_use, weighed, keys, errors, rows)
+            total[:, chunk.first_slot + low : chunk.first_slot + high].add_(found, alpha=-factor)
+
+    def _chunk_at(self, step: int) -> SlotChunk | None:
+        """Return the chunk that holds a step; the last one stays open."""
+        ends = [chunk.end_step for chunk in self.store.manifest.chunks]
+        place = int(np.searchsorted(ends, step, side="right"))
+        known = self._open_chunk  # read once: another thread may replace it at any time
+        if known is not None and known[0] == place:
+            return known[1]
+        found = self.store.chunk_of(self.layer.name, place)
+        self._open_chunk = (place, found)
+        return found

@@ -1,0 +1,455 @@
+"""`dualform.open`: the door to every question."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import polars as pl
+import torch
+from torch import Tensor, nn
+
+from dualform.dual import certificate
+from dualform.dual.compact import compact
+from dualform.dual.gradients import compute_dtype
+from dualform.dual.layer import DualLayer
+from dualform.dual.weights import Reached
+from dualform.errors import InexactWarning, NotRecordedError, QuestionError, UnknownLayerError
+from dualform.layers.streams import Layer
+from dualform.progress import Progress
+from dualform.query.answer import Answer
+from dualform.query.attention import LayerAttention
+from dualform.query.compact import Compact, compacted_weights
+from dualform.query.conditions import Where
+from dualform.query.contribution_scorer import ContributionScorer
+from dualform.query.contributions import LayerContributions
+from dualform.query.estimate import Settings, estimate
+from dualform.query.forward import run
+from dualform.query.influence import Influence
+from dualform.query.info import marks, store_info
+from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
+from dualform.query.mislabelled import mislabelled
+from dualform.query.network import Network
+from dualform.query.slots import addresses
+from dualform.store.reader import Store
+
+A = TypeVar("A", bound=Answer)
+Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
+COUNTERS = ("step", "mu_product")
+"""Numbers among the tensors of an optimizer's state."""
+
+
+def open(path: str | os.PathLike[str], model: nn.Module | None = None, *, executor: Executor | None = None) -> Dual:
+    """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
+
+    Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
+    `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
+    """
+    store = Store(Path(path))
+    return Dual(store, model, store.end_step, executor)
+
+
+class ByLayer(Mapping[str, A], Generic[A]):
+    """Answers by the name of their layer."""
+
+    def __init__(self, store: Store, answers: dict[str, A]):
+        self._store = store
+        self._answers = answers
+
+    def __getitem__(self, layer: str) -> A:
+        if layer not in self._answers:
+            self._store.layer(layer)
+            raise UnknownLayerError(f"layer {layer!r} was not called for these inputs.")
+        return self._answers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(answer) for answer in self._answers.values())
+
+
+class Dual:
+    """A trained network in its dual form, at the end of its recording or at an earlier step.
+
+    Threads may share it and its answers. They wait for each other only while the model runs on their inputs.
+    """
+
+    def __init__(self, store: Store, model: nn.Module | None, end: int, executor: Executor | None = None):
+        self.store = store
+        self.end_step = end
+        self._model = model
+        self._network = Network(store, model)
+        self._executor = executor
+
+    def __repr__(self) -> str:
+        is_empty = not self.store.end_step and self.store.manifest.ended is None
+        why = " (nothing is sealed yet: is its recorder still open?)" if is_empty else ""
+        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps{why}, layers {self.layers})"
+
+    # What was recorded
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the recorded layers."""
+        manifest = self.store.manifest
+        return [layer.name for layer in manifest.layers if layer.name not in manifest.left_out]
+
+    @property
+    def rows(self) -> pl.DataFrame:
+        """The row table: `step` and the columns given to batch()."""
+        return self.store.rows.filter(pl.col("step") < self.end_step)
+
+    @property
+    def log(self) -> pl.DataFrame:
+        """What log() was given, one line for each step."""
+        return self.store.log.filter(pl.col("step") < self.end_step)
+
+    def slots(self, layer: str) -> pl.DataFrame:
+        """Return where each slot of a layer comes from, in the order of slot numbers: its row in `rows`, its step and position.
+
+        A slot is `silent` if it wrote nothing, because its error signal is zero (padding, ignored labels).
+        """
+        self.store.layer(layer)
+        return addresses(self.store, layer, self.end_step)
+
+    def info(self) -> dict[str, Any]:
+        """Return what the store holds, as plain data."""
+        return store_info(self.store, self.end_step)
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state that the optimizer had for each recorded parameter: `["0.weight"]["momentum_buffer"]`.
+
+        Only where a snapshot was taken: `info()["snapshots"]`.
+        """
+        snapshot = self.store.snapshot(self.end_step)
+        states: dict[str, dict[str, Tensor]] = {}
+        for name in snapshot:
+            kind, _, rest = name.partition(".")
+            if kind != "state":
+                continue
+            parameter, _, state = rest.rpartition(".")
+            value = snapshot[name].clone()
+            if state in COUNTERS:
+                value = value.float().reshape(())  # as PyTorch's optimizers have them
+            states.setdefault(parameter, {})[state] = value
+        return states
+
+    def verify(self, *, workers: int = 1, progress: Progress | None = None) -> certificate.Certificate:
+        """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict.
+
+        workers: threads, as for masked().
+        """
+        return certificate.verify(self.store, self.end_step, progress, workers)
+
+    # Moments of training
+
+    def at(self, step: int) -> Dual:
+        """Return the dual as it was after `step` updates. `dual.at(step).model()` is the network of that moment."""
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.end_step:
+            raise QuestionError(f"step {step!r}: expected a whole number from 0 to {self.end_step}.")
+        return Dual(self.store, self._model, step, self._executor)
+
+    def model(self, *, progress: Progress | None = None) -> nn.Module:
+        """Return a plain copy of the model with its weights at this moment, in evaluation mode."""
+        return self._network.module(self._network.weights_at(self.end_step, progress=progress))
+
+    def reopened(self) -> Dual:
+        """Return the same, read from the disk anew: totals may have been built since."""
+        return Dual(Store(self.store.folder), self._model, self.end_step, self._executor)
+
+    # Questions
+
+    def layer(self, name: str) -> DualLayer:
+        """Return one layer on the level of the paper: initial weight, keys, values, attention weights, equation 13."""
+        self._warn()
+        return DualLayer(self.store, name, self.end_step)
+
+    def attend(self, inputs: Any, *, rows: int | None = None, silent: bool = False) -> ByLayer[LayerAttention]:
+        """Return the attention of every layer for test inputs: a tensor, a tuple of arguments, or a dictionary of them.
+
+        Without a model: a dictionary of query vectors by layer name, (queries, d_in) or (queries, positions, d_in).
+        rows: how many examples there are, if that is not the length of the first tensor. silent: whether slots that wrote nothing
+        take part; their error signal is zero, as that of padding and of ignored labels.
+        """
+        self._warn()
+        if self._network.has_model:
+            layers = [layer for layer in self.store.manifest.layers if layer.attends]
+            captured = run(self._query_model, layers, inputs, rows, self.store.manifest.batch_axis)
+            queries = {name: found.queries for name, found in captured.layers.items()}
+        else:
+            queries = self._query_vectors(inputs)
+        return ByLayer(self.store, {name: self._attention(name, given, silent) for name, given in queries.items()})
+
+    def contributions(
+        self,
+        inputs: Any,
+        *,
+        target: Target = None,
+        rows: int | None = None,
+        silent: bool = False,
+        progress: Progress | None = None,
+    ) -> ByLayer[LayerContributions]:
+        """Return the contribution of every slot to a target, signed; exact in the layer whose output the target is.
+
+        target: an output unit, one for each example, or a function of the model's output that gives one number for
+        each example; default: the unit with the largest output. silent: as for attend(); what such slots contribute is zero.
+        progress: called while optimizers with matrices as coefficients are replayed.
+        """
+        self._needs_model("contributions")
+        self._needs_error_signals("contributions")
+        self._warn()
+        manifest = self.store.manifest
+        captured = run(self._query_model, manifest.layers, inputs, rows, manifest.batch_axis, target, True)
+        answers = {}
+        for name, found in captured.layers.items():
+            _, layer = self.store.layer(name)
+            assert found.gradients is not None
+            scorer = ContributionScorer(
+                self.store,
+                layer,
+                self.end_step,
+                found.queries,
+                found.gradients,
+                compute_dtype(self.store, layer.parameters[0]),
+                progress=progress,
+            )
+            answers[name] = LayerContributions(scorer, captured.target, silent=silent, executor=self._executor)
+        return ByLayer(self.store, answers)
+
+    def influence(
+        self,
+        inputs: Any,
+        *,
+        target: Target = None,
+        method: str = "whitened",
+        layers: str | Collection[str] | None = None,
+        segments: int | Sequence[tuple[int, int]] = 15,
+        sample: str | None = None,
+        damping: float | None = None,
+        size: int = 32,
+        memory: int = 1 << 30,
+        rows: int | None = None,
+        silent: bool = False,
+        loss_mean: str = "tokens",
+        progress: Progress | None = None,
+    ) -> Influence:
+        """Return what would change in a target without some of the training data: an estimate, positive for what supports it.
+
+        target: a class, one for each example, or None, the model's answer: its margin, log(p / (1 − p)); or a function of the
+        output that gives one number for each example. method: "whitened" (gradients with curvature between them; any loss),
+        "kernel" (the best; softmax cross-entropy, thousands of rows in a segment; memory: bytes for its N² numbers), "sketch" (the
+        kernel through size × size random numbers for each layer). segments: at most this many epochs, spread over the run, or
+        (begin, end) in steps; sample: the column by which epochs are counted, default `sample_id`. damping: relative to the
+        mean curvature, 0.3 for "whitened", 1 for the others. silent: as for attend(); a row is silent if it wrote nothing in any layer.
+        loss_mean: what the loss was a mean over, which is undone: "tokens", the positions that have a loss (of a classifier, its rows);
+        "rows" of the batch; or "none", for a sum.
+        """
+        self._needs_model("influence")
+        self._needs_error_signals("influence")
+        if self.store.manifest.keep == "totals":
+            raise NotRecordedError(
+                f'influence() needs slots, but {self.store.folder} keeps totals only. Record with keep="slots".'
+            )
+        self._warn()
+        chosen = self._chosen_layers(layers)
+        reached = Reached()
+        warned: set[str] = set()
+
+        def model_at(step: int) -> nn.Module:
+            return self._network.module(self._network.weights_at(step, reached=reached, warned=warned))
+
+        return estimate(
+            self.store,
+            [layer for layer in self.store.manifest.layers if layer.name in chosen],
+            self.end_step,
+            model_at,
+            inputs,
+            rows,
+            target,
+            Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
+            progress,
+            self._executor,
+        )
+
+    def masked(
+        self,
+        *,
+        only: Where | None = None,
+        drop: Where | None = None,
+        layers: str | Collection[str] | None = None,
+        read: str = "fewest",
+        workers: int = 1,
+        progress: Progress | None = None,
+    ) -> nn.Module:
+        """Return a plain copy of the model whose layers remember only some of their slots, in evaluation mode.
+
+        This edits memory: coefficients, clipping and decay stay as they were. It does not predict retraining.
+        only: the slots that take part. drop: those that do not. read: "fewest": between two snapshots whichever are fewer, the slots
+        kept or those left out, whose part is then taken from the weights as they were trained (SGD family; `mask_reads` counts them).
+        "kept": every slot that is kept, on top of the initial part alone. They differ by no more than the gap that `verify` prints;
+        only the second says anything about that gap. workers: how many threads rebuild parameters, one parameter each at a time. Each
+        needs memory for a few matrices like it.
+        """
+        mask = self._mask(only, drop, "masked")
+        self._warn()
+        weights = masked_weights(self._network, mask, self._parameters(layers), read, workers, progress)
+        return self._network.module(dict(weights))
+
+    def mask_reads(
+        self,
+        *,
+        only: Where | None = None,
+        drop: Where | None = None,
+        layers: str | Collection[str] | None = None,
+    ) -> dict[str, int]:
+        """Return how many slots masked() would read for each parameter: its cost is this times the parameter's size.
+
+        0 where group deltas answer; between two snapshots the fewer of those kept and those left out; all, where an optimizer is
+        replayed (Adam family).
+        """
+        return mask_reads(self._mask(only, drop, "mask_reads"), self._parameters(layers))
+
+    def mislabelled(
+        self,
+        k: int | None = 100,
+        *,
+        by: str | Sequence[str] = "sample_id",
+        layer: str | None = None,
+        where: Where | None = None,
+        reduction: str = "mean",
+    ) -> pl.DataFrame:
+        """Return the k training samples (None: all) that look most mislabelled, by the mean size of their error signals at the output.
+
+        `score` is that mean over all visits, which are positions that had a loss, with a loss that takes a mean over such positions
+        undone (reduction="sum": it took none). Evidence: `visits`; the columns that are one for all visits, such as a label; and, if
+        the error signals are those of softmax cross-entropy, the output `unit` that it was trained as with its mean `probability`,
+        what the model `said` instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the
+        last one. A column of the recording that is called like one of these has `_recorded` behind its name.
+        """
+        table = mislabelled(
+            self.store, self.layers, self.end_step, k=k, by=by, layer=layer, where=where, reduction=reduction
+        )
+        self._warn()
+        return table
+
+    def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:
+        """Return what layers learned in `rank` slots each (default: all layers that attend), the best that so few can do.
+
+        Remark 3.4 of the paper. `["4"]` has `keys`, `values`, `error` and the `slots` replaced; `.model()` is a plain copy of
+        the model with the compacted weights.
+        """
+        self._needs_error_signals("compact")
+        self._warn()
+        names = self._chosen_layers(layers)
+        if layers is None:
+            names = [name for name in names if self.store.layer(name)[1].attends]
+        found = {name: compact(DualLayer(self.store, name, self.end_step), rank) for name in names}
+
+        def model() -> nn.Module:
+            weights = self._network.weights_at(self.end_step)
+            for name, layer in found.items():
+                weights |= compacted_weights(self.store.layer(name)[1], layer, weights)
+            return self._network.module(weights)
+
+        return Compact(found, model)
+
+    def explore(self, train: Any = None, test: Any = None, **options: Any) -> Any:
+        """Show this run in the browser: where predictions come from, and what happens without some memory.
+
+        train: what the column `by` numbers, an array or dataset of inputs or (input, label) pairs; with by=("task", "sample_id"),
+        a dictionary of such. test: inputs with labels, (inputs, labels) or a dataset, or a dictionary of such.
+        Options: class_names=[…]; show=function of an input that gives an array, a text or a vector ("image" | "vector" | "text");
+        by="sample_id"; label="label"; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
+        block=: whether to wait (default: not in a notebook). Returns the server, with `url`, which has the token that every
+        visitor needs, and `close()`.
+        """
+        # The explorer imports this module, so it is imported only when somebody asks for it
+        return import_module("dualform.explorer").explore(self, train, test, **options)
+
+    # Inside
+
+    @cached_property
+    def _query_model(self) -> nn.Module:
+        """The model that queries are taken from; nobody else sees it."""
+        return self.model()
+
+    def _warn(self) -> None:
+        """Warn of inexact layers, with every answer."""
+        for name, mark in marks(self.store, self.end_step).items():
+            warnings.warn(
+                f"layer {name!r} is inexact from step {mark.step} on: {mark.why}",
+                InexactWarning,
+                stacklevel=3,
+            )
+
+    def _needs_model(self, question: str) -> None:
+        if not self._network.has_model:
+            raise QuestionError(f"{question}() needs the model: dualform.open(path, model).")
+
+    def _needs_error_signals(self, question: str) -> None:
+        if self.store.manifest.keep == "keys":
+            raise NotRecordedError(
+                f'{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep="slots".'
+            )
+
+    def _mask(self, only: Where | None, drop: Where | None, question: str) -> Mask:
+        mask = make_mask(self.store, self.end_step, only, drop, question)
+        self._needs_error_signals(question)
+        return mask
+
+    def _chosen_layers(self, layers: str | Collection[str] | None) -> list[str]:
+        """Return the names of layers that match any of these patterns; default: all."""
+        if layers is None:
+            return self.layers
+        found = []
+        for pattern in [layers] if isinstance(layers, str) else layers:
+            names = [name for name in self.layers if fnmatchcase(name, pattern)]
+            if not names:
+                self.store.layer(pattern)  # raises an error that lists the layers
+            found += names
+        return found
+
+    def _parameters(self, layers: str | Collection[str] | None) -> list[str]:
+        """Return the parameters of some layers (default: all), each once."""
+        names = self._chosen_layers(layers)
+        chosen = [layer for layer in self.store.manifest.layers if layer.name in names]
+        return list(dict.fromkeys(parameter for layer in chosen for parameter in layer.parameters))
+
+    def _attention(self, name: str, queries: Tensor, silent: bool) -> LayerAttention:
+        _, layer = self.store.layer(name)
+        if not layer.attends:
+            raise QuestionError(
+                f"layer {name!r} is elementwise: it has no keys, hence no attention. Ask contributions()."
+            )
+        dtype = compute_dtype(self.store, layer.parameters[0])
+        return LayerAttention(self.store, layer, self.end_step, queries, dtype, silent=silent, executor=self._executor)
+
+    def _query_vectors(self, inputs: Any) -> dict[str, Tensor]:
+        """Return query vectors by layer, (queries, positions, d_in) each."""
+        if not isinstance(inputs, Mapping):
+            raise QuestionError(
+                "this recording was opened without a model, so attend() takes query vectors by layer name, e.g. "
+                '{"4": vectors}; or open it with the model: dualform.open(path, model).'
+            )
+        return {name: _query_vectors(self.store.layer(name)[1], given) for name, given in inputs.items()}
+
+
+def _query_vectors(layer: Layer, given: Any) -> Tensor:
+    vectors = torch.as_tensor(given)
+    if vectors.dim() not in (2, 3) or vectors.shape[-1] != layer.d_in:
+        raise QuestionError(
+            f"queries for layer {layer.name!r} have shape {tuple(vectors.shape)}; expected (queries, {layer.d_in}) or "
+            f"(queries, positions, {layer.d_in})."
+        )
+    return vectors if vectors.dim() == 3 else vectors.unsqueeze(1)

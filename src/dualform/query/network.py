@@ -1,0 +1,124 @@
+"""The user's model with the weights of a recording, at any step of training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from dualform.dual.weights import Reached, rebuilt
+from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
+from dualform.progress import Progress, report
+from dualform.store.reader import Store
+
+
+class Network:
+    """Plain copies of a model with weights from the store. The model itself is not changed."""
+
+    def __init__(self, store: Store, model: nn.Module | None):
+        """model: gives the architecture; None: weights can be had, modules cannot."""
+        if model is not None:
+            _check_parameters(store, model)
+        self._store = store
+        self._model = model
+        self._aliases = _aliases(model)
+        """Other names of parameters that several modules share."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the architecture is known."""
+        return self._model is not None
+
+    def module(self, weights: dict[str, Tensor]) -> nn.Module:
+        """Return a copy of the model with these weights, in evaluation mode."""
+        if self._model is None:
+            raise QuestionError("this needs the model: dualform.open(path, model).")
+        module = copy.deepcopy(self._model)
+        with torch.no_grad():
+            for name, value in module.state_dict(keep_vars=True).items():
+                is_given = name in weights and name not in self._aliases
+                if is_given and isinstance(value, Tensor) and not nn.parameter.is_lazy(value):
+                    value.data.copy_(weights[name])
+        return module.eval()
+
+    def weights_at(
+        self,
+        step: int,
+        *,
+        progress: Progress | None = None,
+        reached: Reached | None = None,
+        without: Collection[str] = (),
+        warned: set[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return all parameters and buffers after `step` updates: recorded ones exactly, others from the snapshot before.
+
+        reached: how far optimizers were replayed for an earlier step, to continue from there. without: recorded parameters that
+        need not be right. warned: names that the user was warned of already; new ones are added.
+        """
+        nearest = max(snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step)
+        snapshot = self._store.snapshot(nearest)
+        weights = {name.removeprefix("model."): snapshot[name] for name in snapshot if name.startswith("model.")}
+        if nearest == step:
+            return weights
+        manifest = self._store.manifest
+        if manifest.keep != "slots":
+            raise NotRecordedError(
+                f"{self._store.folder} keeps {manifest.keep} only: the network is known after "
+                f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
+            )
+        recorded = [parameter.name for parameter in manifest.parameters]
+        others = set(weights) - set(recorded) - self._aliases
+        _warn_of_snapshot(others, nearest, step, warned)
+        wanted = [name for name in recorded if name not in without]
+        for name in report("rebuilding", wanted, progress):
+            check_all_outputs(self._store, name, f"the network after step {step}")
+            weights[name] = rebuilt(self._store, name, begin=nearest, end=step, reached=reached)
+        return weights
+
+
+def check_all_outputs(store: Store, parameter: str, question: str) -> None:
+    """Raise an error if only the error signals of some outputs were kept."""
+    if any(layer.outputs for layer in store.users(parameter)):
+        raise NotRecordedError(
+            f"{question} needs all error signals of {parameter!r}, but only those of some output units were kept (outputs=). "
+            f"Leave its layer out with layers=, or ask for a step that has a snapshot: {store.snapshot_steps()}."
+        )
+
+
+def _warn_of_snapshot(names: set[str], nearest: int, step: int, warned: set[str] | None) -> None:
+    if warned is not None:
+        names = names - warned
+        warned |= names
+    if names:
+        warnings.warn(
+            f"not recorded, so taken from the snapshot at step {nearest} instead of step {step}: "
+            f"{', '.join(sorted(names))}",
+            stacklevel=5,
+        )
+
+
+def _aliases(model: nn.Module | None) -> set[str]:
+    if model is None:
+        return set()
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
+def _check_parameters(store: Store, model: nn.Module) -> None:
+    """Raise an error unless the model has the parameters that were recorded."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not nn.parameter.is_lazy(p)}
+    for parameter in store.manifest.parameters:
+        if parameter.name not in shapes:
+            raise ModelMismatchError(
+                f"the recording has a parameter {parameter.name!r}, the model has none of that name. Open it with the "
+                f"architecture that was recorded. The model has: {', '.join(list(shapes)[:8])}"
+                f"{', …' if len(shapes) > 8 else ''}."
+            )
+        if shapes[parameter.name] != parameter.shape:
+            raise ModelMismatchError(
+                f"{parameter.name!r} has shape {parameter.shape} in the recording and {shapes[parameter.name]} in the "
+                f"model. Open it with the architecture that was recorded."
+            )

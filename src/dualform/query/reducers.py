@@ -1,0 +1,133 @@
+"""What questions keep of a scan: the best slots, the best of each group, totals by group, or one sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from dualform.query.groups import Groups
+from dualform.query.ranking import Order, Ranking, merged, rank_keys, top_places
+from dualform.query.scan import Tile
+
+FEW_GROUPS = 64
+"""Up to this many groups, sums are a product with a 0/1 matrix."""
+NO_SLOT = torch.iinfo(torch.int64).max
+
+
+class TopK:
+    """The k best slots of each query."""
+
+    def __init__(self, queries: int, k: int, order: Order, dtype: torch.dtype):
+        self._settings = (queries, k, order, dtype)
+        self._k = k
+        self._order = order
+        self.ranking = Ranking.empty(queries, dtype)
+
+    def empty(self) -> TopK:
+        """Return one that has seen nothing."""
+        return TopK(*self._settings)
+
+    def add(self, tile: Tile) -> None:
+        """Take in a tile."""
+        self.insert(tile.slots, tile.scores)
+
+    def merge(self, other: TopK) -> None:
+        """Take in the best of other slots."""
+        self._take(other.ranking)
+
+    def insert(self, slots: Tensor, scores: Tensor) -> None:
+        """Take in scores (queries, m) of slots (m,), which ascend."""
+        if not len(slots):
+            return
+        [places] = top_places(rank_keys(scores, self._order), self._k)
+        self._take(Ranking(slots[places], scores.gather(1, places)))
+
+    def _take(self, other: Ranking) -> None:
+        self.ranking = merged(self.ranking, other, self._k, self._order)
+
+
+class TopKPerGroup:
+    """The k best slots of each query in each group."""
+
+    def __init__(self, groups: Groups, queries: int, k: int, order: Order, dtype: torch.dtype):
+        self._groups = groups
+        self._settings = (queries, k, order, dtype)
+        self._best = [TopK(*self._settings) for _ in range(len(groups))]
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """The ranking of each group."""
+        return [best.ranking for best in self._best]
+
+    def empty(self) -> TopKPerGroup:
+        """Return one that has seen nothing."""
+        return TopKPerGroup(self._groups, *self._settings)
+
+    def add(self, tile: Tile) -> None:
+        """Take in a tile."""
+        codes = torch.from_numpy(self._groups(tile.piece.run)[tile.places])
+        for code in torch.unique(codes).tolist():
+            members = torch.nonzero(codes == code)[:, 0]
+            self._best[code].insert(tile.slots[members], tile.scores[:, members])
+
+    def merge(self, other: TopKPerGroup) -> None:
+        """Take in the best of other slots."""
+        for mine, theirs in zip(self._best, other._best, strict=True):
+            mine.merge(theirs)
+
+
+class Totals:
+    """The sum of the scores of each group, for each query; absolute: of their absolute values."""
+
+    def __init__(self, groups: Groups, queries: int, absolute: bool):
+        self._groups = groups
+        self._queries = queries
+        self._absolute = absolute
+        self.totals = torch.zeros(len(groups), queries, dtype=torch.float64)
+        self.visits = torch.zeros(len(groups), dtype=torch.int64)
+        """(groups,): how many slots each group has."""
+        self.first = torch.full((len(groups),), NO_SLOT)
+        """(groups,): the lowest slot number in each group."""
+
+    def empty(self) -> Totals:
+        """Return one that has seen nothing."""
+        return Totals(self._groups, self._queries, self._absolute)
+
+    def add(self, tile: Tile) -> None:
+        """Take in a tile."""
+        codes = torch.from_numpy(self._groups(tile.piece.run)[tile.places])
+        scores = tile.scores.abs() if self._absolute else tile.scores
+        groups = len(self.totals)
+        if groups <= FEW_GROUPS:
+            membership = one_hot(codes, groups).to(scores.dtype)
+            self.totals += (membership.T @ scores.T).double()
+        else:
+            self.totals.index_add_(0, codes, scores.T.double())
+        self.visits.index_add_(0, codes, torch.ones_like(codes))
+        self.first.scatter_reduce_(0, codes, tile.slots, "amin")
+
+    def merge(self, other: Totals) -> None:
+        """Add the totals of other slots."""
+        self.totals += other.totals
+        self.visits += other.visits
+        self.first = torch.minimum(self.first, other.first)
+
+
+class Sum:
+    """The sum of all scores, for each query."""
+
+    def __init__(self, queries: int):
+        self.total = torch.zeros(queries, dtype=torch.float64)
+
+    def empty(self) -> Sum:
+        """Return one that has seen nothing."""
+        return Sum(len(self.total))
+
+    def add(self, tile: Tile) -> None:
+        """Take in a tile."""
+        self.total += tile.scores.double().sum(1)
+
+    def merge(self, other: Sum) -> None:
+        """Add the sum of other slots."""
+        self.total += other.total

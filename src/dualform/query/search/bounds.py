@@ -1,0 +1,226 @@
+"""Upper bounds on scores, from sketches of keys and error signals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.layers.streams import Layer
+from dualform.query.cache import cached
+from dualform.query.ranking import Order, rank_keys
+from dualform.query.search.sketch import STRETCH, Sketch, lengths, make_sketch
+from dualform.store.reader import Store
+
+READ = 1024
+"""How many vectors are decoded at a time: they stay in the processor's cache."""
+
+
+class Bounds(Protocol):
+    """What is known of the scores of some members before they are computed. |score| ≤ length × size."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """(members,)"""
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+
+    def bound(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return estimates of the scores' rank keys and upper bounds on them, (queries, places) each."""
+
+    def exact(self, queries: slice, places: Tensor) -> Tensor:
+        """Return the scores, (queries, places). places ascend."""
+
+
+class VectorSource(Protocol):
+    """Vectors by number: keys or error signals."""
+
+    @property
+    def sketch(self) -> Sketch:
+        """The sketch of all vectors."""
+
+    def dots(self, queries: Tensor, numbers: Tensor) -> Tensor:
+        """Return queries (m, d) · the vectors with these numbers, (m, n). numbers ascend."""
+
+
+class StoredVectors:
+    """The keys (what="key") or error signals (what="error") of a layer."""
+
+    def __init__(self, store: Store, layer: Layer, what: str, dtype: torch.dtype):
+        self._store = store
+        self._layer = layer
+        self._what = what
+        self._dtype = dtype
+        self._number, _ = store.layer(layer.name)
+
+    @property
+    def sketch(self) -> Sketch:
+        """The sketch of all vectors. The first question reads all of them to make it."""
+        return cached(self._store, ("sketch", self._layer.name, self._what, self._dtype), self._make_sketch)
+
+    def _make_sketch(self) -> Sketch:
+        name = self._layer.name
+        count = self._store.key_count(name) if self._what == "key" else self._store.slots(name)
+        pieces = self._store.passing(name, self._what, self._dtype)
+        return make_sketch(count, self._dtype, self._read, pieces)
+
+    def dots(self, queries: Tensor, numbers: Tensor) -> Tensor:
+        """Return queries (m, d) · the vectors with these numbers, (m, n). numbers ascend."""
+        found = self._store.picked(self._number, self._what).dots(queries, numbers)
+        if found is not None:
+            return found
+        found = queries.new_empty(len(queries), len(numbers))
+        for low in range(0, len(numbers), READ):
+            found[:, low : low + READ] = queries @ self._read(numbers[low : low + READ]).T
+        return found
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        return self._store.gather(self._number, self._what, numbers.numpy(), self._dtype)
+
+
+def key_numbers(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
+    """Return the numbers of the stored keys of some slots: several slots may share one."""
+    if not store.has_equal_keys(layer):
+        return slots
+    return cached(store, ("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)[slots]
+
+
+def _all_key_numbers(store: Store, layer: str, end: int) -> Tensor:
+    found = [np.zeros(0, np.int64)]
+    for chunk in store.addresses(layer, end_step=end):
+        numbers = chunk.key_numbers
+        if numbers is None:  # each slot of the chunk has a key of its own
+            first_key = chunk.end_key - chunk.chunk.keys[chunk.number]
+            numbers = np.arange(first_key, first_key + chunk.slots)
+        found.append(numbers)
+    return torch.from_numpy(np.concatenate(found))
+
+
+class Products:
+    """Inner products of queries (n, d) with vectors, and bounds on them."""
+
+    def __init__(self, queries: Tensor, vectors: VectorSource, numbers: Tensor):
+        """numbers: (members,), the vector of each member; any order, with repetitions."""
+        self._queries = queries
+        self._vectors = vectors
+        self._numbers = numbers
+        self._sketched = vectors.sketch.of(queries)
+        self._is_identity = torch.equal(numbers, torch.arange(len(vectors.sketch.lengths)))
+        """Whether the members are all vectors, in their order: nothing need be looked up."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """(members,): at least the length of each member's vector."""
+        return self._vectors.sketch.lengths[self._numbers]
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,): at least the length of each query."""
+        return lengths(self._sketched)
+
+    def estimate(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return estimates (queries, places), and the rests of the queries (queries,) and of the vectors (places,).
+
+        An estimate is off by at most the product of the two rests.
+        """
+        own = self._sketched.near[queries]
+        own_rests = self._sketched.rest[queries]
+        near, rests = self._vectors.sketch.vectors
+        if self._is_identity and len(places) == len(rests):
+            return _product(own, torch.split(near, STRETCH)), own_rests, rests
+        numbers = self._numbers[places]
+        rests = rests.index_select(0, numbers)
+        found = self._vectors.sketch.table.dots(own, numbers)
+        if found is None:
+            found = _product(own, (near.index_select(0, some) for some in torch.split(numbers, STRETCH)))
+        return found, own_rests, rests
+
+    def exact(self, queries: slice, places: Tensor) -> Tensor:
+        """Return the products, (queries, places). A vector that several members share is read once."""
+        numbers = self._numbers[places]
+        if bool((numbers.diff() > 0).all()):
+            return self._vectors.dots(self._queries[queries], numbers)
+        distinct, positions = torch.unique(numbers, return_inverse=True)
+        return self._vectors.dots(self._queries[queries], distinct)[:, positions]
+
+
+def _product(queries: Tensor, stretches: Iterable[Tensor]) -> Tensor:
+    """Return queries (m, d) · vectors, which come some at a time, (m, n)."""
+    found = [queries @ vectors.to(queries.dtype).T for vectors in stretches]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+class AttentionBounds:
+    """Bounds on key · query."""
+
+    def __init__(self, keys: Products, order: Order):
+        self._keys = keys
+        self._order = order
+
+    @property
+    def lengths(self) -> Tensor:
+        """(members,)"""
+        return self._keys.lengths
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+        return self._keys.sizes
+
+    def bound(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return estimates and upper bounds."""
+        estimates, own_rests, rests = self._keys.estimate(queries, places)
+        guess = rank_keys(estimates, self._order)
+        return guess, torch.addr(guess, own_rests, rests)
+
+    def exact(self, queries: slice, places: Tensor) -> Tensor:
+        """Return the scores."""
+        return self._keys.exact(queries, places)
+
+
+class ContributionBounds:
+    """Bounds on (weight coefficient · (key · query) + bias coefficient) · (error signal · slope)."""
+
+    def __init__(self, keys: Products, errors: Products, weight: Tensor, bias: Tensor, order: Order):
+        """weight, bias: (members,), the negative coefficients of a layer's weight and bias."""
+        self._keys = keys
+        self._errors = errors
+        self._weight = weight
+        self._bias = bias
+        self._order = order
+
+    @property
+    def lengths(self) -> Tensor:
+        """(members,)"""
+        attention = self._keys.lengths * self._weight.abs() + self._bias.abs()
+        return attention * self._errors.lengths
+
+    @property
+    def sizes(self) -> Tensor:
+        """(queries,)"""
+        return self._keys.sizes.clamp(min=1) * self._errors.sizes
+
+    def bound(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return estimates and upper bounds.
+
+        For a = near_a ± off_a and b = near_b ± off_b: |a b − near_a near_b| ≤ |near_a| off_b + off_a (|near_b| + off_b).
+        """
+        weight = self._weight[places]
+        estimates, own_rests, rests = self._keys.estimate(queries, places)
+        attention = estimates * weight + self._bias[places]
+        attention_off = torch.outer(own_rests, rests * weight.abs())
+        slopes, own_rests, rests = self._errors.estimate(queries, places)
+        slopes_off = torch.outer(own_rests, rests)
+        guess = rank_keys(attention * slopes, self._order)
+        bound = torch.addcmul(guess, attention.abs(), slopes_off)
+        return guess, bound.addcmul_(attention_off, slopes_off.add_(slopes.abs()))
+
+    def exact(self, queries: slice, places: Tensor) -> Tensor:
+        """Return the scores."""
+        attention = self._keys.exact(queries, places).mul_(self._weight[places]).add_(self._bias[places])
+        return attention.mul_(self._errors.exact(queries, places))
