@@ -1,3 +1,4 @@
+import itertools
 import os
 import signal
 
@@ -36,12 +37,22 @@ def no_waiting_for_the_disk():
         yield
 
 
+SEEDS = itertools.count(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def the_same_audit_each_time():
-    """The audit's random matrices are secret, and now and then one hardly shows what a test looks for."""
+def audit_seeds():
+    """The audit's random matrices are secret, and now and then one hardly shows what a test looks for: here they follow from a count."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(begin, "private_seed", lambda: 1)
+        patch.setattr(begin, "private_seed", lambda: next(SEEDS))
         yield
+
+
+@pytest.fixture(autouse=True)
+def the_same_audit_each_time():
+    """Whatever tests ran before."""
+    global SEEDS
+    SEEDS = itertools.count(1)
 
 
 @pytest.fixture(params=[1, 2, 5])
