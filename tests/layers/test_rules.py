@@ -18,7 +18,7 @@ from dualform.layers.rules import RULES, geometry_of, queries_of, refusal, rule_
 from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
-from dualform.record.ledger import Ledger, StoreAs
+from dualform.record.passes import Ledger, StoreAs
 from dualform.store.encoding import Pool
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

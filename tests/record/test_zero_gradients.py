@@ -13,7 +13,7 @@ from dualform import projection
 from dualform.errors import UnexplainedError
 from dualform.layers import rules
 from dualform.record import begin
-from dualform.record.ledger import LayerLedger
+from dualform.record.passes import LayerLedger
 
 CHANNELS, CLASSES, STEPS = 4, 3, 5
 OPTIMIZERS = {

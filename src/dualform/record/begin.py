@@ -19,7 +19,7 @@ from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
-from dualform.record.ledger import Ledger, StoreAs
+from dualform.record.passes import Ledger, StoreAs
 from dualform.record.recorder import Recorder
 from dualform.record.recording import Recording, Settings, snapshot_of
 from dualform.record.steps import StepBuilder

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import RecordingError
 from dualform.layers.rules import rule_for
 from dualform.record.forward_pass import ForwardPass
-from dualform.record.ledger import Ledger, ModuleLedger
+from dualform.record.passes import Ledger, ModuleLedger
 
 
 class Capture:

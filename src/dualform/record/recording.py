@@ -30,8 +30,8 @@ from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.hooks import Capture
 from dualform.record.interrupts import INTERRUPTS, is_running
-from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger
+from dualform.record.passes import Ledger
 from dualform.record.steps import OpenStep, StepBuilder, Update
 from dualform.record.totals import OnlineTotals
 from dualform.store import format as store

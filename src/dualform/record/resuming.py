@@ -16,8 +16,8 @@ from torch import Tensor
 from dualform.errors import RecordingError
 from dualform.record import audit
 from dualform.record.edits import COUNTED_AS, WatchedParameter
-from dualform.record.ledger import Ledger
 from dualform.record.parameters import ParameterLedger, roundoff
+from dualform.record.passes import Ledger
 from dualform.record.steps import StepBuilder
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store

@@ -19,8 +19,8 @@ from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients
-from dualform.record.ledger import LayerLedger, Ledger, ModuleLedger
 from dualform.record.parameters import Link, ParameterLedger
+from dualform.record.passes import LayerLedger, Ledger, ModuleLedger
 from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 from dualform.store import records

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dualform.native.kernels import kernels
-from dualform.record.compiled import Slots, Taker, Taking
 from dualform.record.parameters import ParameterLedger
+from dualform.record.slot_loop import Slots, Taker, Taking
 from dualform.store.encoding import Pool, Wanted, decode, encode_all
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")

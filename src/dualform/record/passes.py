@@ -24,10 +24,10 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
-from dualform.record.compiled import Slots, Taker, Taking
 from dualform.record.forward_pass import ForwardPass, RowFinder
 from dualform.record.parameters import ParameterLedger, norm_of_rows
 from dualform.record.silent import silent_slots
+from dualform.record.slot_loop import Slots, Taker, Taking
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
 
