@@ -389,7 +389,7 @@ def _parts_of_vector(
     What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its own size: the
     sums are made in a longer type, as they are for masks without totals.
     """
-    longer = np.longdouble if gradient.dtype == torch.float64 else np.float64
+    longer: Any = np.longdouble if gradient.dtype == torch.float64 else np.float64
     parts = np.zeros((count, *gradient.shape), longer)
     for use, piece in here:
         assert piece.errors is not None
