@@ -39,6 +39,8 @@ class Plain:
     """What is left of the first weights, without any gradient."""
     parts: list[dict[str, Array]]
     """What the rows of each part have written."""
+    coefficients: dict[str, list[Array]] = field(default_factory=dict)
+    """Of each vector: what a gradient of 1 in each step has become by the end, in every element."""
     keys: dict[str, list[Array]] = field(default_factory=dict)
     """Of each nn.Linear: its inputs, (rows × positions, d_in) for each call."""
     errors: dict[str, list[Array]] = field(default_factory=dict)
@@ -54,6 +56,7 @@ def train(case: Case) -> Plain:
     optimizers = case.optimizers(model)
     begin = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
     replays = _replays(case, model, begin)
+    impulses = _impulses(case, replays, begin)
     groups = _groups(model, optimizers)
     rates = [[group["lr"] for group in one.param_groups] for one in optimizers]
     found = Plain(model, {}, {}, [])
@@ -81,8 +84,13 @@ def train(case: Case) -> Plain:
                 parts = [part[name] * factor for part in gradients]
                 zero = np.zeros_like(parts[0])
                 replay.step([sum(parts, zero), zero, *parts], **groups[name])
+                if name in impulses:
+                    seen = parameter.grad.double().numpy()
+                    ones = [np.full_like(zero, n == number) for n in range(len(case.steps))]
+                    impulses[name].step([seen, *ones], **groups[name])
     found.weights = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
     found.initial = {name: replay.tracks[1].theta for name, replay in replays.items()}
+    found.coefficients = {name: [track.theta for track in one.tracks[1:]] for name, one in impulses.items()}
     found.parts = [{name: replay.tracks[2 + n].theta for name, replay in replays.items()} for n in range(PARTS)]
     return found
 
@@ -95,6 +103,16 @@ def _replays(case: Case, model: nn.Module, begin: dict[str, Array]) -> dict[str,
             zeros = [Track(np.zeros_like(begin[name])) for _ in range(PARTS)]
             found[name] = Replay(case.kind, [Track(begin[name]), Track(begin[name]), *zeros])
     return found
+
+
+def _impulses(case: Case, replays: dict[str, Any], begin: dict[str, Array]) -> dict[str, Any]:
+    """The training of each vector by the gradients that its optimizer saw, and one track for a gradient of 1 in each step."""
+    vectors = [name for name in replays if begin[name].ndim == 1]
+    steps = len(case.steps)
+    return {
+        name: Replay(case.kind, [Track(begin[name]), *(Track(np.zeros_like(begin[name])) for _ in range(steps))])
+        for name in vectors
+    }
 
 
 def _groups(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:

@@ -321,6 +321,21 @@ def test_slots_in_float16_pass_whatever_the_optimizer_makes_of_their_rounding(tm
     assert frame["gap"].max() > 1e-5, "float16 should show"
 
 
+def test_a_bias_that_returns_to_where_it_began_may_be_off_by_the_rounding_of_its_way(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 4, dtype=torch.float64)
+    nn.init.zeros_(model.bias)
+    training = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, training, tmp_path / "run", dtype="float64") as recorder:
+        for sign in (1.0, 1.0, -1.0, -1.0):
+            recorder.batch(sample_id=[0])
+            training.zero_grad()
+            (sign * model(torch.ones(1, 1, dtype=torch.float64)) / 3).sum().backward()
+            training.step()
+    certificate = dualform.open(tmp_path / "run", model).verify()
+    assert certificate.passed, certificate
+
+
 def test_one_draw_of_noise_that_is_too_small_does_not_fail_a_sound_recording(tmp_path, monkeypatch):
     """Where gradients nearly cancel, single draws differ by a factor of ten and more."""
     dual = recorded(tmp_path / "run", "adamw", torch.float32, "float16")

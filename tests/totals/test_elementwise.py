@@ -264,3 +264,18 @@ def test_a_column_per_token_needs_layers_with_as_many_positions(tmp_path):
     train(tmp_path / "slots", "cnn", "adamw")
     with pytest.raises(dualform.errors.QuestionError, match="another number of positions than the column"):
         dualform.build_totals(tmp_path / "slots", "token")
+
+
+def test_slots_that_cancel_in_a_bias_leave_the_same_in_totals_and_scans(tmp_path):
+    """What is left is far below their rounding in float64, and Adam divides it by its own size."""
+    error_signals = torch.tensor([[1.0, 1.0], [1e-17, 1.0], [-1.0, 1.0], [1e-17, 1.0]], dtype=torch.float64)
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-18)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float64") as recorder:
+        recorder.batch(label=[0, 0, 0, 1])
+        (model(torch.ones(4, 2, dtype=torch.float64)) * error_signals).sum().backward()
+        optimizer.step()
+    scanned = dualform.open(tmp_path / "run", model).masked(drop="label = 0").bias
+    dualform.build_totals(tmp_path / "run", "label")
+    by_totals = dualform.open(tmp_path / "run", model).masked(drop="label = 0").bias
+    assert torch.allclose(by_totals, scanned, rtol=1e-12, atol=0)

@@ -133,8 +133,8 @@ def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
     if not square_norms:
         return []
     _, places, counts = np.unique(torch.cat(list(square_norms)).numpy(), return_inverse=True, return_counts=True)
-    lengths = [len(norms) for norms in square_norms]
-    return list(torch.split(torch.from_numpy(counts[places]), lengths))
+    ends = np.cumsum([len(norms) for norms in square_norms])
+    return [torch.from_numpy(of_call) for of_call in np.split(counts[places], ends[:-1])]
 
 
 def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:

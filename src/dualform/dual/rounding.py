@@ -28,6 +28,9 @@ from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
 BOTH_ROUNDED = math.sqrt(2 / 3)
 """Key and error signal are each off by up to one roundoff, evenly spread."""
 
+UPDATE_ROUNDINGS = 8
+"""So many operations of an optimizer round what it adds to a weight: Adam's two averages (two each), root, ε, quotient and learning rate."""
+
 
 @dataclass(frozen=True)
 class Floor:
@@ -64,9 +67,11 @@ def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floo
 
     draws: how often noise is drawn where coefficients are matrices, each time with another walk.
     """
-    if store.manifest.keep != "slots" or store.is_vector(parameter):
-        return weights  # the gradients of vectors are kept as they were
+    if store.manifest.keep != "slots":
+        return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
+    if store.is_vector(parameter):  # its gradients are kept as they were
+        return Floor(max(weights.weights, _along_the_way(store, updates)))
     stored = storage_roundoff(store, parameter)
     measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
@@ -78,6 +83,24 @@ def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floo
     gradients = math.sqrt(2 * float(np.square(errors).sum()))  # our own products round as those of the training do
     storage = _of_slots(store, parameter, coefficients, stored) if stored else 0.0
     return Floor(weights.weights, gradients, storage)
+
+
+def _along_the_way(store: Store, updates: Updates) -> float:
+    """What the rounding of a vector explains if it was larger during training than at the beginning and at the end.
+
+    Each update rounds the weight, and what is added to it a few times: both in training and here.
+    """
+    described = store.manifest.parameters[store.parameter(updates.parameter)]
+    kind, gradients = KINDS[updates.kind], Replayed(store, updates)
+    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    sums = gradients.sum()
+    squares = 0.0
+    for place in range(len(updates.steps)):
+        before = now.weight.clone()
+        step_on(now, kind, updates.at(place), gradients(gradients.read(place), sums))
+        moved = float((now.weight - before).double().square().sum())
+        squares += float(now.weight.double().square().sum()) + 2 * UPDATE_ROUNDINGS * moved
+    return _roundoff(described.dtype) * math.sqrt(squares)
 
 
 @dataclass(frozen=True)

@@ -305,18 +305,17 @@ class Accumulated:
             factors = some.factors[place]
             parts = {g: torch.zeros_like(held[g][0]["weight"]) for g in wanted}
             full = torch.zeros_like(now["weight"])
-            for use, piece in here:
+            if small and some.gradients is not None:
+                full = some.gradients[place].to(full.dtype)
+            for g in wanted if small else ():
+                parts[g].copy_(_parts_of_vector(g, here, factors, full, len(parts[g])))
+            for use, piece in () if small else here:
                 scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))]
                 for g in wanted:
                     self._write(parts[g], small, g, use, piece, scale)
-                if not small:
-                    found = _written(use, piece, None, torch.from_numpy(scale).to(full.dtype))
-                    own = full[use.rows[0] : use.rows[1]] if use.rows else full
-                    own += found.reshape(own.shape)
-            if small and some.gradients is not None:
-                full = some.gradients[place].to(full.dtype)
-                for g in wanted:
-                    parts[g][0] += full
+                found = _written(use, piece, None, torch.from_numpy(scale).to(full.dtype))
+                own = full[use.rows[0] : use.rows[1]] if use.rows else full
+                own += found.reshape(own.shape)
             if not small:
                 noise = self._noise(number, some, place, here, full)
                 self._fold_rounding(number, kind, settings, full, noise)
@@ -380,6 +379,27 @@ def _squares_of_parts(
             own = added[use.rows[0] : use.rows[1]] if use.rows else added
             own += _written(use, part, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
             yield added if within else added.square()
+
+
+def _parts_of_vector(
+    grouping: int, here: Sequence[tuple[Use, Piece]], factors: Floats, gradient: Tensor, count: int
+) -> Tensor:
+    """(1 + groups, *shape): what a bias's gradient holds beyond its slots, and what the slots of each group added to it.
+
+    What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its own size: the
+    sums are made in a longer type, as they are for masks without totals.
+    """
+    longer: Any = np.longdouble if gradient.dtype == torch.float64 else np.float64
+    parts = np.zeros((count, *gradient.shape), longer)
+    for use, piece in here:
+        assert piece.errors is not None
+        written = piece.keys.vectors() if use.role == "scale" else columns(piece.errors, use.errors)
+        scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))].astype(longer)
+        scaled = written.numpy().astype(longer) * scale[:, None]
+        own = parts[:, use.rows[0] : use.rows[1]] if use.rows else parts
+        np.add.at(own, piece.groups[grouping] + 1, scaled.reshape(len(scaled), *own.shape[1:]))
+    parts[0] = gradient.numpy().astype(longer) - parts[1:].sum(0)
+    return torch.from_numpy(parts.astype(np.float64)).to(gradient.dtype)
 
 
 def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:
