@@ -37,11 +37,11 @@ from dualform.projection import Projection
 from dualform.store.reader import Store
 
 FLOORS = 4
-"""So many rounding floors may be between a parameter and its dual."""
+"""A parameter may differ from its dual by this many rounding floors."""
 DRAWS = 8
-"""So many draws of noise a floor is estimated from, if one of them is not enough."""
+"""How many draws of noise a floor is estimated from, if one is not enough."""
 TOTALS_ROUNDING = 64.0
-"""So many roundoffs of its movement a parameter may be off whose slots were summed up and not kept."""
+"""The same where slots were summed and not kept, in roundoffs of the parameter's movement."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,9 @@ def _line(store: Store, name: str, dual: Tensor, primal: Tensor, end: int) -> di
 
 
 PROJECTED_STEPS = 8
-"""At so many steps weights are compared by their projections: one number at a time tells little."""
+"""Weights are compared by their projections at this many steps, since a single number tells little."""
 PROJECTION_ROUNDING = 8.0
-"""So many roundoffs of the weights, a projection itself may be off."""
+"""A projection itself may be off by this many roundoffs of the weights."""
 
 
 def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | float]:

@@ -1,4 +1,6 @@
-"""A parameter with some of its slots: of each stretch between two snapshots, whichever are fewer are read, those kept or those left out.
+"""The algebra of masks: a parameter with only some of its slots, from slots or from the deltas of groups.
+
+Between two snapshots, whichever are fewer are read: the slots that are kept, or those that are left out.
 
 Where coefficients are numbers, all slots of the steps from b to e together wrote I(e) − I(b), I(s) being what the weights and the
 buffer of step s have become by the end. So a stretch that is kept as a whole, or left out as a whole, needs no slots at all, and a
@@ -29,7 +31,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is read of a parameter's slots."""
+    """Which slots of a parameter a mask reads, in each stretch between two snapshots."""
 
     store: Store
     updates: Updates
@@ -37,7 +39,7 @@ class Plan:
 
     @cached_property
     def edges(self) -> list[int]:
-        """Where stretches begin, and where the last one ends."""
+        """The steps at which stretches begin, and the one at which the last ends."""
         inside = [step for step in self.store.snapshot_steps() if 0 < step < self.updates.end]
         return [0, *inside, self.updates.end]
 
@@ -55,17 +57,17 @@ class Plan:
 
     @cached_property
     def reads_kept(self) -> Bools:
-        """(stretches,): whether those kept are read; else those left out."""
+        """(stretches,): whether the slots that are kept are read; else those that are left out."""
         kept, left = self.counts
         return kept < left
 
     @property
     def slots(self) -> int:
-        """So many are read."""
+        """How many slots are read."""
         return int(np.minimum(*self.counts).sum())
 
-    def some(self, *, kept: bool) -> Keep | None:
-        """The slots kept, or those left out, of the stretches where these are read; None: there are none."""
+    def read_slots(self, *, kept: bool) -> Keep | None:
+        """Return which slots are read of those kept, or of those left out; None: none are."""
         if not self.counts[0 if kept else 1][self.reads_kept == kept].any():
             return None
 
@@ -77,15 +79,15 @@ class Plan:
 
         return taken
 
-    def become(self, step: int, trained: Tensor) -> Tensor:
-        """I(step), float64."""
+    def part_from(self, step: int, trained: Tensor) -> Tensor:
+        """Return I(step), float64. trained: the parameter at the end."""
         end = self.updates.end
         if step == end:
             return trained.double()
         return initial_part(self.store, self.updates.parameter, walked(self.updates.between(step, end)))
 
-    def put_together(self) -> Iterator[tuple[int, int]]:
-        """Stretches (begin, end) where those kept are read, joined where one follows another."""
+    def rebuilt_stretches(self) -> Iterator[tuple[int, int]]:
+        """Return the stretches (begin, end) in which the slots that are kept are read, joined where one follows another."""
         wanted = np.flatnonzero(np.diff(np.concatenate([[False], self.reads_kept, [False]]).astype(int)))
         for first, last in wanted.reshape(-1, 2).tolist():
             yield self.edges[first], self.edges[last]
@@ -96,19 +98,18 @@ class Plan:
 
 
 def is_marked(store: Store, parameter: str, end: int) -> bool:
-    """Whether a part of a parameter's movement is in no slot."""
+    """Return whether a part of a parameter's movement is in no slot."""
     marks = [store.manifest.inexact.get(layer.name) for layer in store.users(parameter)]
     return any(mark is not None and mark.step < end for mark in marks)
 
 
 def is_replayed(store: Store, parameter: str) -> bool:
-    """Whether a mask walks through all of training, since coefficients are matrices; what was trained is not asked for."""
+    """Return whether a mask replays all of training, since coefficients are matrices. The trained parameter is not needed then."""
     return is_elementwise(updates_of(store, parameter))
 
 
 def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
-    """What is to be read; None where a walk through all of training is needed: an optimizer is replayed, or a part of the movement
-    is in no slot."""
+    """Return what a mask reads; None where it needs all of training: an optimizer is replayed, or a part of the movement is in no slot."""
     if is_marked(store, parameter, end):
         return None
     updates = updates_of(store, parameter, end=end)
@@ -116,14 +117,14 @@ def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
 
 
 def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Keep) -> Tensor:
-    """Initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
+    """Return initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
     found = plan(store, parameter, end=end, keep=keep)
     if found is None:
         return rebuilt(store, parameter, begin=0, end=end, keep=keep)
     total, coefficients = trained.to(torch.float64, copy=True), walked(found.updates)
-    for begin, stop in found.put_together():
-        total += found.become(begin, trained) - found.become(stop, trained)
-    kept, left = found.some(kept=True), found.some(kept=False)
+    for begin, stop in found.rebuilt_stretches():
+        total += found.part_from(begin, trained) - found.part_from(stop, trained)
+    kept, left = found.read_slots(kept=True), found.read_slots(kept=False)
     if kept is not None:
         add_slots(store, parameter, coefficients, total, None, kept)
     if left is not None:

@@ -13,8 +13,10 @@ from dualform.dual.gradients import Rows
 from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Layer, Use
 
-FEW, AT_ONCE = 8, 1 << 20
-"""What is so many times fewer is few; so many numbers are held on the way."""
+FEW = 8
+"""A matrix with this many times fewer rows than columns has few of them."""
+AT_ONCE = 1 << 20
+"""How many intermediate numbers are held at a time."""
 
 
 def products(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, rows: Rows | None) -> Tensor:

@@ -19,7 +19,7 @@ from dualform.store.reader import Store
 STRETCH_BYTES = 4 << 20
 """So much of the key sums is multiplied at a time: while it is in the cache, its checksum is taken, too."""
 SMALL = 1 << 24
-"""Up to so many numbers, key sums are multiplied in float64."""
+"""Key sums of up to this many numbers are multiplied in float64."""
 
 
 class View:

@@ -21,7 +21,7 @@ from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
 PRODUCTS = 8
-"""So many are added up in the type they are computed in, before they go to float64."""
+"""How many products are added in their own type before the sum is added in float64."""
 
 PRODUCT_SLOTS = 512
 """So many slots are summed in one product: about as many as in a step of training, so that ours rounds no more than the training's."""

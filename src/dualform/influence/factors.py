@@ -35,13 +35,13 @@ from dualform.store.slots import SlotChunk
 from dualform.store.tensor_writer import write_tensors
 
 SLOTS_TAKEN = 16384
-"""So many slots of a segment give a layer's curvature, from steps spread over it."""
+"""How many slots of a segment a layer's curvature is computed from, at steps spread over it."""
 STEPS_TAKEN = 16
-"""From so many steps at least, if there are as many."""
+"""From at least this many steps, if there are as many."""
 VERSION = 5
 """Of what is kept."""
 ROWS = 8192
-"""So many rows are looked at at a time."""
+"""How many rows are read at a time."""
 
 ByLayer = dict[str, Curvature]
 

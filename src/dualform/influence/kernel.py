@@ -30,7 +30,7 @@ DAMPING = 1.0
 MEMORY = 1 << 30
 """How much the kernel of a segment may take, in bytes."""
 ROWS = 1024
-"""So many rows are looked at at a time."""
+"""How many rows are read at a time."""
 GRADIENT_BYTES = 256 << 20
 """How much the gradients of all rows may take, where rows have several positions: a part of the outputs at a time."""
 

@@ -12,7 +12,7 @@ from dualform.errors import QuestionError
 from dualform.store.reader import Store
 
 MOST = 15
-"""So many epochs are looked at, spread over the run."""
+"""How many epochs are used by default, spread over the run."""
 SAMPLE = "sample_id"
 """The column that names samples, unless told otherwise."""
 
@@ -26,7 +26,7 @@ class Segment:
     first_row: int
     end_row: int
     moment: int
-    """Queries are asked of the weights after so many steps."""
+    """The step whose weights the queries are taken from."""
 
 
 def segments(
@@ -34,7 +34,7 @@ def segments(
 ) -> list[Segment]:
     """The segments of a run up to step `end`.
 
-    given: at most so many epochs, spread over the run, first and last included; or the segments themselves, (begin, end) in steps.
+    given: at most this many epochs, spread over the run, first and last included; or the segments themselves, (begin, end) in steps.
     An epoch is as many steps as it takes to see each sample once, on average: rows / distinct entries of the column `sample`.
     """
     steps = store.rows["step"].to_numpy()

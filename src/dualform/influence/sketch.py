@@ -29,7 +29,7 @@ SIZE = 32
 DAMPING = 1.0
 """λ: what is added to the mean eigenvalue's place, relative to the mean of the kernel's diagonal."""
 ROWS = 1024
-"""So many rows are sketched at a time."""
+"""How many rows are sketched at a time."""
 MEMORY = 1 << 30
 """How much the matrix of all sketches' products may take."""
 

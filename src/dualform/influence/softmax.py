@@ -21,14 +21,19 @@ ROUNDING = 1e-5
 LEAST = 1e-4
 """A smaller p cannot be told from zero by 1 − p in float16."""
 ROWS = 8192
-"""So many rows are looked at at a time."""
+"""How many rows are read at a time."""
+
+
+def is_softmax(errors: Tensor) -> Tensor:
+    """Return which error signals (rows, classes) can be p − onehot(label), (rows,): they sum to zero, and at most one is negative."""
+    size = errors.abs().sum(1)
+    sums_to_zero = errors.sum(1).abs() <= TOLERANCE * size + ROUNDING
+    return sums_to_zero & ((errors < 0).sum(1) <= 1)
 
 
 def misfit(errors: Tensor, layer: str) -> Tensor:
-    """1 − p of each row's label, (rows,), from the error signals of the logits (rows, classes), with the loss's mean undone."""
-    negative = (errors < 0).sum(1)
-    size = errors.abs().sum(1)
-    fits = ((negative == 1) | (size <= ROUNDING)) & (errors.sum(1).abs() <= TOLERANCE * size + ROUNDING)
+    """Return 1 − p of each row's label, (rows,), from the error signals of the logits (rows, classes), with the loss's mean undone."""
+    fits = is_softmax(errors)
     if not bool(fits.all()):
         raise NotRecordedError(
             f"the error signals of layer {layer!r} are not those of a softmax cross-entropy with one label for each row: "

@@ -48,7 +48,8 @@ class AttentionScorer(Scorer):
     def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
         """Return the attention weights of the slots low to high of a chunk, (queries, slots)."""
         if run.key_numbers is not None:
-            return self._weights_by_key(queries)[:, torch.from_numpy(run.key_numbers[low:high])]
+            numbers = torch.from_numpy(run.key_numbers[low:high])
+            return self._weights_by_key(queries).index_select(0, numbers).T
         if self._is_mapped:
             return run.keys(self.dtype, low, high).dot(self._queries[queries], self._columns)
         # Keys must be decoded, for which fresh memory would take longer than the decoding
@@ -56,7 +57,7 @@ class AttentionScorer(Scorer):
         return keys.dot(self._queries[queries], self._columns)
 
     def _weights_by_key(self, queries: slice) -> Tensor:
-        """Return the weights of all stored keys, (queries, keys): a key is multiplied once, however many slots share it."""
+        """Return the weights of all stored keys, (keys, queries): a key is multiplied once, however many slots share it."""
         known = self._by_key  # read once: another thread may replace it at any time
         if known is not None and known[0] == queries:
             return known[1]
@@ -64,7 +65,7 @@ class AttentionScorer(Scorer):
             Vectors(keys).dot(self._queries[queries], self._columns)
             for _, keys in self.store.distinct_keys(self.layer.name, self.dtype)
         ]
-        found = torch.cat(weights, dim=1)
+        found = torch.cat(weights, dim=1).T.contiguous()  # a slot's weights are then one run of memory
         self._by_key = (queries, found)
         return found
 

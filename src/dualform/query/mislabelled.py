@@ -13,6 +13,7 @@ from torch import Tensor
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.influence.loss_mean import LossMean
+from dualform.influence.softmax import TOLERANCE, is_softmax
 from dualform.layers.streams import Layer
 from dualform.query.answer import check_top
 from dualform.query.conditions import Condition, Where
@@ -133,11 +134,7 @@ class _Evidence:
         if not len(places):
             return
         least, unit = errors.min(1)
-        size = errors.abs().sum(1)
-        # Probabilities less one 1: they sum to nothing, and all but the label's are at least 0; but float16 keeps 11 bits of them,
-        # and where p is nearly 1 the difference has few bits left
-        sums = (errors.sum(1).abs() <= 2e-3 * size + 1e-5) & ((errors < 0).sum(1) <= 1) & (least >= -1.002)
-        self._softmax &= bool(sums.all())
+        self._softmax &= bool((is_softmax(errors) & (least >= -1 - TOLERANCE)).all())
         self._sums.index_add_(0, places, errors.double())
         self._missing.index_add_(0, places, -least.clamp(max=0).double())
         self._wrong.index_add_(0, places, (errors.max(1).values > 1 + least).long())

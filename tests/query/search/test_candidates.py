@@ -137,7 +137,7 @@ def test_a_sketch_bounds_inner_products():
 def test_a_compact_sketch_allows_for_its_few_bits(monkeypatch, scale):
     """Vectors that have no rest: their coordinates are off by rounding alone."""
     monkeypatch.setattr(sketching, "SKETCH_BYTES", 0)
-    monkeypatch.setattr(sketching, "DIRECTIONS", 48)
+    monkeypatch.setattr(sketching, "DIRECTIONS", (48,))
     generator = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(n, 48, generator=generator) * scale for n in (2000, 50))
     # the worst case: each coordinate is as far from eight bits as can be
@@ -326,3 +326,11 @@ def test_a_chunk_that_was_cut_has_keys_of_slots_that_no_longer_count(always, tmp
     for answer in (dual.attend(torch.randn(5, 6))["0"], dual.contributions(torch.randn(5, 6))["0"]):
         for where in (None, pl.col("sample_id") > 0):
             assert answer.best(3, where=where).slots.equal(top_by_scan(answer, 3, where=where).slots)
+
+
+@pytest.mark.parametrize(("dimensions", "expected"), [(10, 16), (30, 32), (100, 64)])
+def test_a_sketch_has_as_many_directions_as_its_vectors_need(dimensions, expected):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(500, dimensions, generator=generator) @ torch.randn(dimensions, 200, generator=generator)
+    assert InMemory(vectors).sketch.directions.shape == (200, expected)
+    assert InMemory(vectors[:, :5]).sketch.directions.shape == (5, 5)

@@ -1,7 +1,7 @@
 """Vectors along a few directions, with the length of the rest: bounds on inner products without reading the vectors.
 
 x = x_near + x_rest, so |x · y − x_near · y_near| ≤ ‖x_rest‖ · ‖y_rest‖. Keys of trained layers lie close to a few directions, so that
-32 numbers for each key tell which few of them can be among the best at all.
+16 to 64 numbers for each key tell which few of them can be among the best at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dualform.native.picked import Picked
 
-DIRECTIONS = 32
+DIRECTIONS = (16, 32, 64)
+"""A sketch has the fewest of these directions that hold SHARE of the vectors' squared lengths; else the most."""
+SHARE = 0.92
 SKETCH_BYTES = 96 << 20
 """How much memory a sketch may take."""
 COMPACT_BYTES = 160 << 20
@@ -73,12 +75,13 @@ def make_sketch(
 ) -> Sketch:
     """Sketch `count` vectors. read: from numbers (k,) to vectors (k, d). pieces: all vectors, with the number of each piece's first."""
     sample = read(torch.arange(0, count, max(1, count // SAMPLE)))
-    width = sample.shape[1]
-    is_compact = count * (min(DIRECTIONS, width) + 1) * dtype.itemsize > SKETCH_BYTES
+    directions = _directions(sample, min(DIRECTIONS[-1], sample.shape[1]))
+    wanted = _enough_directions(sample, directions)
+    is_compact = count * (wanted + 1) * dtype.itemsize > SKETCH_BYTES
     kept_dtype = torch.bfloat16 if is_compact else dtype
     memory = COMPACT_BYTES if is_compact else SKETCH_BYTES
     fitting = (memory // max(count, 1) - dtype.itemsize) // kept_dtype.itemsize
-    directions = _directions(sample, max(1, min(DIRECTIONS, width, fitting)))
+    directions = directions[:, : max(1, min(wanted, fitting))].contiguous()
     rounding = COMPACT_ROUNDING if is_compact else ROUNDING
     near = torch.empty(count, directions.shape[1], dtype=kept_dtype)
     rest = torch.empty(count, dtype=dtype)
@@ -104,7 +107,8 @@ def _sketched(vectors: Tensor, directions: Tensor, rounding: float) -> Sketched:
 
 
 def _directions(vectors: Tensor, m: int) -> Tensor:
-    """Return orthonormal directions (d, m) that vectors (k, d) are close to: roughly those of their largest singular values."""
+    """Return orthonormal directions (d, m) that vectors (k, d) are close to: roughly those of their largest singular values,
+    the largest first."""
     finite = vectors[vectors.isfinite().all(1)]
     found = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=torch.Generator().manual_seed(0))
     if len(finite):
@@ -112,6 +116,18 @@ def _directions(vectors: Tensor, m: int) -> Tensor:
         for _ in range(3):
             found = finite.T @ (finite @ _orthonormal(found))
     return _orthonormal(found)
+
+
+def _enough_directions(vectors: Tensor, directions: Tensor) -> int:
+    """Return how many of some directions, of which the first hold most, a sketch needs."""
+    finite = vectors[vectors.isfinite().all(1)].double()
+    held = (finite @ directions.double()).square().sum(0).cumsum(0)
+    needed = SHARE * float(finite.square().sum())
+    most = directions.shape[1]
+    for count in DIRECTIONS:
+        if count < most and float(held[count - 1]) >= needed:
+            return count
+    return most
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
