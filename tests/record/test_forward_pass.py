@@ -697,6 +697,21 @@ def test_rows_have_names_after_a_batch_of_equal_rows_before_a_batch_normalisatio
     assert set(dualform.open(tmp_path / "run", model).verify().rows["proved"]) == {1}
 
 
+def test_a_row_that_stays_as_it_is_behind_a_batch_normalisation_and_a_relu(tmp_path):
+    """The next layer makes a constant of its zeros; the other rows change with each other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.ReLU(), nn.Linear(1, 1), nn.Linear(1, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=[8, 0, 7])
+        F.cross_entropy(model(torch.tensor([[-2.0], [1.0], [1.5]])), torch.tensor([0, 1, 2])).backward()
+        optimizer.step()
+    names, _ = named_slots(tmp_path / "run", "4")
+    assert names == [8, 0, 7]
+
+
 def test_an_empty_batch_beside_position_ids_that_all_rows_share(tmp_path):
     torch.manual_seed(0)
     model = Words(nn.Linear(4, 4), places=True)

@@ -262,7 +262,11 @@ def decide(
     )  # as a batch normalisation does
     if following:
         fits = mixes_rows or all(_others_stay(following[0], before, experiment) for experiment in replaced)
-        return Decision(following[0]) if fits else Decision(None, FOLLOWS_NOTHING)
+        if fits:
+            return Decision(following[0])
+        # Another order of the rows changes no more vectors than were replaced
+        is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
+        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING if is_mixed else "")
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
         return Decision(None, FOLLOWS_NOTHING)
     if not _tell_rows_apart(replaced):
@@ -419,6 +423,11 @@ def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
     is_zero = (np.abs(before) <= tolerance) & (np.abs(replaced.numbers) <= tolerance)
     is_changed = _is_changed(before, replaced)[~is_zero]
     return bool(is_changed.size) and float(is_changed.mean()) >= MIXING_SHARE
+
+
+def _changes_more_than_replaced(before: Fingerprints, replaced: Experiment) -> bool:
+    """Whether more vectors change than the replaced rows have: in a small batch, that may be less than MIXING_SHARE of them."""
+    return float(_is_changed(before, replaced).mean()) > float(replaced.is_moved.mean()) + 1 - FITTING_SHARE
 
 
 def _is_changed(before: Fingerprints, replaced: Experiment) -> Flags:
