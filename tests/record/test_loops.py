@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualform
 from dualform.errors import BatchError, RecordingError, UnexplainedError
-from dualform.record import ledger
+from dualform.record import passes
 from training import assert_same_weights
 
 GAPS = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -211,7 +211,7 @@ def test_an_optimizer_for_each_parameter_that_steps_during_the_backward_pass(pat
 
 @pytest.mark.parametrize("held", [0, 200, 1 << 20])
 def test_however_much_is_held_until_a_backward_pass_ends(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(ledger, "ARRIVED", held)
+    monkeypatch.setattr(passes, "ARRIVED", held)
     model = network(4, 8, 8, 2)
     optimizer = sgd(model)
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:

@@ -77,8 +77,13 @@ Data = Annotated[
 def progress_bars() -> Iterator[Progress]:
     """Bars on standard error, gone when the work is done; none where nobody looks."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        # Bars(disable=True) would do, but prints an empty line with Rich 13.7
+        yield lambda what, done, total: None
+        return
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int) -> None:
