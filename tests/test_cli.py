@@ -461,6 +461,8 @@ def test_influence_by_sample_of_one_layer_for_people(run, queries, architecture)
         ("os", "expected MODULE:NAME"),
         (":", "expected MODULE:NAME"),
         ("os:system", "is the function system(command); expected an nn.Module"),
+        ("subprocess:run", "is the function run("),
+        ("webbrowser:get", "is the function get("),
         ("os:abort", "is the function abort(); expected an nn.Module"),
         ("os:path", "is the module posixpath; expected an nn.Module"),
         ("sys:exit", "is the function exit("),

@@ -60,8 +60,11 @@ def _run(work: Callable[[], Any], doing: str, allowed: tuple[type[Exception], ..
 
 
 def _may_be_called(found: object, kind: type) -> bool:
-    """Whether calling it without arguments could give what is wanted. Functions of Python itself (os.system) are not even tried."""
+    """Whether calling it without arguments could give what is wanted. Functions of Python's own library (os.system) are not even tried."""
     if not callable(found) or inspect.isbuiltin(found):
+        return False
+    package = str(getattr(found, "__module__", "")).partition(".")[0]
+    if package in sys.stdlib_module_names and package != "__main__":
         return False
     if isinstance(found, type) and not issubclass(found, kind):
         return False

@@ -729,3 +729,42 @@ def test_a_batch_that_was_announced_as_empty_and_is_not(tmp_path):
         model(torch.randint(0, 9, (4,))).sum().backward()
         with pytest.raises(AxisError, match="batch\\(\\) announced 0 rows"):
             optimizer.step()
+
+
+def test_several_rows_under_one_announced_row_are_refused(tmp_path):
+    """Once the first axis is known to hold the rows; before, five vectors may be one sample without a batch axis."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BatchError, match=r"announced 1 row, but the model was given tensors of shapes \(5, 4\)"):
+        with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+            for announced, given in ((3, 3), (1, 1), (1, 5)):
+                recorder.batch(sample_id=list(range(announced)))
+                model(torch.randn(given, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_sample_without_a_batch_axis_is_one_row(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for sample in range(3):
+            recorder.batch(sample_id=[sample])
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dualform.open(tmp_path / "run", model).slots("")["row"].to_list() == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_batch_after_the_forward_pass_is_told_at_the_end(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = dualform.record(model, optimizer, tmp_path / "run")
+    recorder.batch(sample_id=[0])
+    for sample in range(3):
+        model(torch.randn(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.batch(sample_id=[sample])
+    with pytest.warns(UserWarning, match="the last recorder.batch\\(\\) call was not followed by a forward pass"):
+        recorder.close()

@@ -61,6 +61,8 @@ class RowFinder:
         self.recorded: dict[str, nn.Module] = {}
         """The recorded modules, by name."""
         self._proofs = Proofs()
+        self._dimensions: dict[nn.Module, list[int]] = {}
+        """By the module that is called: the numbers of dimensions of its inputs, where their first axis is known to hold the rows."""
         self._evidence: dict[str, RowEvidence] = {}
         """By layer: what is known so far …"""
         self.news: dict[str, RowEvidence] = {}
@@ -75,7 +77,10 @@ class RowFinder:
     def end(self, forward: ForwardPass, arguments: Arguments) -> None:
         """The outermost module has returned: find the rows, unless a forward pass of this kind has been seen before."""
         batch = forward.batch
-        if batch is None or batch.rows == 1:
+        if batch is None:
+            return
+        if batch.rows == 1:
+            self._check_single_row(forward, batch, arguments)
             return
         if batch.rows == 0:
             forward.is_empty = any(tensor.numel() == 0 for tensor in tensors_in(arguments))
@@ -87,9 +92,20 @@ class RowFinder:
         if is_new:
             self._add_evidence(forward, proof)
         forward.proof = proof
+        if not proof.rows_differ and not self._axes.axes:
+            self._dimensions[forward.module] = _dimensions(arguments)
         if proof.rows_differ and self._on_unclear == "ask":
             name = self._names.get(forward.module, "")
             forward.problem = _another_row_count(batch, tensors_in(arguments), name)
+
+    def _check_single_row(self, forward: ForwardPass, batch: Batch, arguments: Arguments) -> None:
+        """Refuse a batch of several rows if one was announced. All of a forward pass belongs to its only row, unbatched inputs too, so
+        inputs must have as many dimensions as earlier batches had."""
+        if self._on_unclear != "ask" or self._dimensions.get(forward.module) != _dimensions(arguments):
+            return
+        tensors = tensors_in(arguments)
+        if tensors and not any(length(tensor, 0) == 1 for tensor in tensors):
+            forward.problem = _another_row_count(batch, tensors, self._names.get(forward.module, ""))
 
     def _prove(self, forward: ForwardPass, arguments: Arguments, rows: int) -> Proof:
         if not self._check:
@@ -179,6 +195,10 @@ class RowFinder:
             self.news = {layer: evidence for layer, evidence in self.news.items() if known.get(layer) != evidence}
 
 
+def _dimensions(arguments: Arguments) -> list[int]:
+    return [tensor.dim() for tensor in tensors_in(arguments)]
+
+
 def _another_row_count(batch: Batch, tensors: Sequence[Tensor], module: str) -> BatchError:
     called = f"the module {module!r}" if module else "the model"
     axis = f"{{{module!r}: 1}}" if module else "1"
@@ -188,7 +208,7 @@ def _another_row_count(batch: Batch, tensors: Sequence[Tensor], module: str) -> 
         flattened = f" If the positions of each row were flattened into the first axis: batch_axis={{{module!r}: 0}}."
     reused = f" in forward pass {batch.uses} since that call" if batch.uses > 1 else ""
     return BatchError(
-        f"batch() announced {batch.rows} rows, but {called} was given tensors of shapes {shapes}{reused}, whose first axis is not "
+        f"batch() announced {batch.rows} {'row' if batch.rows == 1 else 'rows'}, but {called} was given tensors of shapes {shapes}{reused}, whose first axis is not "
         f"{batch.rows} long. Call recorder.batch() before each forward pass, with gradient accumulation before each micro-batch, with "
         f"one entry for each of its samples. If the rows are along another axis (sequence first), say so: record(…, batch_axis={axis})."
         f'{flattened} To keep the slots of such forward passes without a row: on_unclear_rows="leave out".'

@@ -245,7 +245,10 @@ class Recording:
             return warned
         self._detach()
         try:
-            left_out = self._never_called(warned) if ended == "closed" else {}
+            left_out = {}
+            if ended == "closed":
+                left_out = self._never_called(warned)
+                self._warn_of_unused_batch(warned)
             if not self._writer.failed:
                 ended = self._put_everything(ended, warned)
             self._writer.close(ended, left_out)
@@ -307,6 +310,14 @@ class Recording:
         if idle and self.finished:
             warned.append(f"not recorded: {', '.join(map(repr, idle))}: never called in training")
         return dict.fromkeys(idle, "it was never called in training")
+
+    def _warn_of_unused_batch(self, warned: list[str]) -> None:
+        last = self._ledger.batch
+        if self.finished and last is not None and not last.is_used:
+            warned.append(
+                "the last recorder.batch() call was not followed by a forward pass. Call it right before the forward pass of its rows; "
+                "if it is called after that, each batch has the rows of the one before."
+            )
 
     # Whether it goes on
 
