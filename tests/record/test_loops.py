@@ -528,6 +528,37 @@ def test_a_layer_that_is_taken_out_of_the_optimizer_while_another_rests(path):
     assert_exact(path, layers)
 
 
+FOREACH = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd, maximize": lambda parameters: torch.optim.SGD(
+        parameters, lr=1e-3, maximize=True, weight_decay=0.1, foreach=True
+    ),
+    "adam": lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1, foreach=True),
+    "adam, maximize": lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1, maximize=True, foreach=True),
+    "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, weight_decay=0.1, foreach=True),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, weight_decay=0.1, foreach=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, weight_decay=0.1, foreach=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, weight_decay=0.1, momentum=0.9, foreach=True),
+    "adadelta": lambda parameters: torch.optim.Adadelta(parameters, weight_decay=0.1, foreach=True),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, weight_decay=0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", FOREACH)
+def test_an_optimizer_that_writes_to_its_gradients_is_no_other_hook(path, kind):
+    model = network(4, 8, 2, dtype=torch.float32)
+    optimizer = FOREACH[kind](model.parameters())
+    with dualform.record(model, optimizer, path) as recorder:
+        for ids, x, y in batches(5):
+            recorder.batch(sample_id=ids)
+            optimizer.zero_grad()
+            F.mse_loss(model(x.float()), y.float()).backward()
+            optimizer.step()
+    assert dualform.open(path, model).verify().passed
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_hook_that_changes_gradients_after_the_recorder_has_seen_them(path, kind):
     """The update is not the one that was audited: told at the next step."""

@@ -166,11 +166,15 @@ class OptimizerWatch:
             yield WatchedParameter(ledger, self.kind, names, tensors, counters)
 
     def gradients(self) -> Gradients:
-        """The gradients that the coming update is made of. Fused optimizers count as changes what they only read."""
+        """The gradients that the coming update is made of.
+
+        Not those that the optimizer changes itself: fused ones count as a change what they only read, and SGD with Nesterov's momentum adds
+        it to the gradient where it updates many parameters at a time.
+        """
         return [
             (ledger, gradient, gradient._version)
             for group, ledgers in self.parts
-            if not group.get("fused")
+            if not (group.get("fused") or group.get("nesterov"))
             for ledger in ledgers
             if (gradient := ledger.parameter.grad) is not None
         ]
