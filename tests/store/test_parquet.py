@@ -182,6 +182,16 @@ def test_columns_that_are_elsewhere(apart, field, value):
         describe(put_together(pages, footer))
 
 
+def test_a_dictionary_behind_the_data_of_its_column(apart):
+    """Polars starts reading at the dictionary, so that the pages that were counted would not be those that it decodes."""
+    pages, footer = apart
+    first, *_, last = footer[FILE_GROUPS][0][GROUP_COLUMNS]
+    first[3].pop(11, None)
+    first[3][11] = last[3][9]
+    with pytest.raises(ValueError, match="lies behind its data"):
+        describe(put_together(pages, footer))
+
+
 def test_structures_inside_one_another(apart):
     pages, footer = apart
     nested = {1: 0}

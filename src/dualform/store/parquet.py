@@ -70,9 +70,9 @@ def _column_bytes(data: bytes, footer: int, chunk: dict[int, Any], rows: int) ->
     if len(_list(column.get(COLUMN_PATH))) == 1 and values != rows:
         raise ValueError(f"a column has {values:,} values for {rows:,} lines")
     data_pages = _count(column.get(COLUMN_DATA))
-    place = min(
-        data_pages, _count(column.get(COLUMN_DICTIONARY, data_pages))
-    )  # a dictionary comes first, if there is one
+    place = _count(column.get(COLUMN_DICTIONARY, data_pages))
+    if place > data_pages:  # Polars would read pages from there that nobody has looked at
+        raise ValueError("the dictionary of a column lies behind its data")
     end = place + _count(column.get(COLUMN_COMPRESSED))
     if data_pages > end or end > footer:
         raise ValueError("a column reaches beyond the end of the data")
