@@ -9,6 +9,7 @@ from pathlib import Path
 import interrupts
 from campaigns.case import Campaign as Base
 from campaigns.case import Outcome
+from dualform.errors import DualformError
 
 
 class Campaign(Base):
@@ -34,8 +35,8 @@ class Campaign(Base):
             then_at = draw.randint(1, lines.closing)
             try:
                 left = interrupts.trial(interrupts.SCENARIOS[scenario], kind, at, then_at)
-            except AssertionError as error:
-                outcome.fail(f"{scenario}: {error}")
+            except (AssertionError, DualformError) as error:
+                outcome.fail(f"{scenario}, {kind} at {at}, {then_at}: {error}")
             else:
                 outcome.counts[left] += 1
         outcome.counts[self.unit] += 1

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.rehearsal import WouldChangeTrainingError, rehearse
 
@@ -250,3 +252,18 @@ def test_dropout_is_off_in_training_mode_too():
     first = inputs_of(model, x)["map"][0].numbers
     torch.rand(1)  # other masks would be drawn now
     assert np.array_equal(first, inputs_of(model, x)["map"][0].numbers)
+
+
+def test_a_guard_that_an_interrupt_has_left_behind_refuses_no_call(monkeypatch):
+    def interrupted(handle):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RemovableHandle, "remove", interrupted)
+    model = Model()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            inputs_of(model, torch.ones(4, 3))
+        assert model(torch.ones(4, 3)).shape == (4, 2)
+    finally:
+        _global_forward_pre_hooks.clear()

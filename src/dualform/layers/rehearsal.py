@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -269,11 +270,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _uncalled(originals: set[int]) -> Iterator[None]:
-    """Refuse calls of original modules in this thread. originals: their ids."""
-    thread = threading.get_ident()
+    """Refuse calls of original modules within a with statement. originals: their ids."""
+    rehearsal = sys._getframe(2)  # the function that has the with statement
 
     def refuse(module: nn.Module, args: Any) -> None:
-        if id(module) in originals and threading.get_ident() == thread:
+        # Ctrl-C may come just before the hook is removed: it must not refuse anything later
+        if id(module) in originals and _is_running(rehearsal):
             raise WouldChangeTrainingError(
                 f"its forward pass calls a {type(module).__name__} by a reference that cannot be copied"
             )
@@ -283,6 +285,14 @@ def _uncalled(originals: set[int]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _is_running(function: FrameType) -> bool:
+    """Whether a call of a function has led to this one, in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not function:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager
