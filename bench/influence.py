@@ -18,7 +18,7 @@ import torch
 
 import dualform
 import mnist
-from dualform.store.heap import give_back
+from dualform.store.memory import give_back
 from dualform.version import __version__
 
 QUERIES, BEST, SEGMENTS = 100, 10, 6

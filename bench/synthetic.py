@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from dualform.layers.streams import Layer, Use
-from dualform.store.encoding import Pool, encode
+from dualform.store.encoding import encode
 from dualform.store.format import VERSION, Column, Manifest, Parameter
+from dualform.store.memory import Pool
 from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer
 

@@ -19,7 +19,7 @@ from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
 from dualform.record.passes import Ledger, StoreAs
-from dualform.store.encoding import Pool
+from dualform.store.memory import Pool
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 MODES = ("zeros", "reflect", "replicate", "circular")

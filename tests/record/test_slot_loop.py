@@ -11,7 +11,8 @@ from torch import nn
 from dualform.native.kernels import kernels
 from dualform.record.parameters import ParameterLedger
 from dualform.record.slot_loop import Slots, Taker, Taking
-from dualform.store.encoding import Pool, Wanted, decode, encode_all
+from dualform.store.encoding import EncodeRequest, decode, encode_all
+from dualform.store.memory import Pool
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
 
@@ -56,7 +57,7 @@ def test_it_stores_and_adds_what_the_plain_way_does(
 ) -> None:
     keys, errors, random = drawn(count, d_in, d_out, k, seed, spread)
     found = taken(keys, errors, random)
-    plain = encode_all([Wanted(keys, as_they_are=True), Wanted(errors)], "float16")
+    plain = encode_all([EncodeRequest(keys, as_they_are=True), EncodeRequest(errors)], "float16")
     for mine, theirs, vectors in zip((found.key_copy, found.error_copy), plain, (keys, errors), strict=True):
         assert mine is not None
         assert mine.exponents is not None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.store.encoding import Pool, Wanted, decode, encode, encode_all
+from dualform.store.encoding import EncodeRequest, decode, encode, encode_all
 
 
 def there_and_back(vectors, dtype):
@@ -73,7 +73,7 @@ def test_what_is_not_finite_stays_so_and_harms_no_other(dtype):
 def test_known_norms_change_nothing():
     vectors = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
     plain = encode(vectors, "float16")
-    (told,) = encode_all([Wanted(vectors, norms=torch.linalg.vector_norm(vectors, dim=1))], "float16")
+    (told,) = encode_all([EncodeRequest(vectors, norms=torch.linalg.vector_norm(vectors, dim=1))], "float16")
     assert torch.equal(plain.data, told.data)
     assert torch.equal(plain.exponents, told.exponents)
 
@@ -86,7 +86,7 @@ def test_several_at_once_are_stored_as_each_alone(dtype):
     given += [torch.zeros(2, 3), torch.full((1, 2), float("nan")), given[3].double() * 1e200, given[0].bfloat16()]
     assert encode_all([], dtype) == []
     for as_they_are in (False, True):
-        together = encode_all([Wanted(one, as_they_are=as_they_are) for one in given], dtype)
+        together = encode_all([EncodeRequest(one, as_they_are=as_they_are) for one in given], dtype)
         for one, found in zip(given, together, strict=True):
             alone = encode(one, dtype, as_they_are=as_they_are)
             torch.testing.assert_close(found.data, alone.data, rtol=0, atol=0, equal_nan=True)
@@ -119,81 +119,12 @@ def test_the_size_counts_the_exponents():
     assert encode(torch.zeros(3, 4), "float32").nbytes == 3 * 4 * 4
 
 
-def test_a_pool_gives_memory_again_once_all_of_it_is_back():
-    pool = Pool(slab_bytes=64)  # two vectors of 8 floats
-    one, two, three = (encode(torch.randn(1, 8), "float32", pool, "x") for _ in range(3))
-    assert one.slab is two.slab
-    assert one.data.data_ptr() + one.data.nbytes == two.data.data_ptr()
-    assert three.slab is not one.slab
-    pool.give(one)
-    assert encode(torch.randn(2, 8), "float32", pool, "y").slab is not one.slab
-    pool.give(two)
-    assert encode(torch.randn(2, 8), "float32", pool, "z").slab is one.slab
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_memory_of_a_pool_begins_at_a_page(dtype):
-    for columns in (1, 7, 800):
-        room = Pool().take("a", 128, columns, dtype)
-        slab = room.slab
-        assert slab is not None
-        ((memory, *_),) = slab.memory
-        assert room.data.data_ptr() == memory.data_ptr()
-        assert room.first == 0
-        assert memory.is_contiguous()
-
-
-def test_a_pool_never_gives_away_memory_in_use():
-    pool = Pool(slab_bytes=256)
-    held, kept = [], []
-    generator = torch.Generator().manual_seed(0)
-    for number in range(200):
-        vectors = torch.randn(number % 5, 8, generator=generator)
-        held.append(encode(vectors, "float32", pool, "xy"[number % 2]))
-        kept.append(vectors)
-        if number % 3 == 2:
-            for _ in range(2):
-                pool.give(held.pop(0))
-                kept.pop(0)
-    for one, vectors in zip(held, kept, strict=True):
-        assert torch.equal(one.data, vectors)
-
-
-def test_a_pool_keeps_no_more_than_it_may():
-    pool = Pool(most_bytes=0, slab_bytes=32)
-    one, _ = encode(torch.randn(1, 8), "float32", pool), encode(torch.randn(1, 8), "float32", pool)
-    pool.give(one)
-    assert encode(torch.randn(1, 8), "float32", pool).slab is not one.slab
-
-
-def test_scratch_memory_is_one_whatever_the_shapes():
-    pool = Pool()
-    large = pool.scratch(torch.empty(8, 100))
-    assert pool.scratch(torch.empty(8, 100)) is large
-    for width in range(1, 100):
-        small = pool.scratch(torch.empty(8, width))
-        assert small.shape == (8, width)
-        assert small.data_ptr() == large.data_ptr()
-    assert pool.scratch(torch.empty(3, 2, dtype=torch.float64)).dtype == torch.float64
-
-
 @pytest.mark.parametrize("places", [[], [4], [2, 3, 4], [5, 9, 7], [5, 5, 7], [9, 0]])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_vectors_by_their_places_in_any_order(places, dtype):
     vectors = torch.arange(20, dtype=torch.float32).reshape(10, 2) + 1
     found = encode(vectors, dtype).decoded(torch.tensor(places, dtype=torch.int64), torch.empty(len(places), 2))
     assert torch.equal(found, vectors[places])
-
-
-def test_batches_of_any_length_follow_each_other_in_memory():
-    pool = Pool()
-    lengths = [3, 3, 1, 3, 0, 2, 3, 3, 5, 3, 1, 1]
-    given = [torch.full((length, 2), float(n)) for n, length in enumerate(lengths)]
-    kept = [encode(one, "float32", pool, "layer") for one in given]
-    assert len({id(one.slab) for one in kept}) == 1
-    assert all(torch.equal(one.data, expected) for one, expected in zip(kept, given, strict=True))
-    assert kept[0].slab is not None
-    assert len(kept[0].slab._parts) <= 32  # not cut anew for each length: thousands of views of one row
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

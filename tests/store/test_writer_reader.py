@@ -16,8 +16,9 @@ import dualform
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, StoreMissingError, WriterError
 from dualform.store import reader
 from dualform.store import writer as writing
-from dualform.store.encoding import Pool, encode
+from dualform.store.encoding import encode
 from dualform.store.format import MANIFEST, NO_ROW, VERSION, Column, Manifest, Parameter, checksum
+from dualform.store.memory import Pool
 from dualform.store.reader import Store
 from dualform.store.records import Block, Rows, Step, Update
 from dualform.store.writer import Writer

@@ -16,7 +16,7 @@ from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -122,7 +122,7 @@ def add_slots(
         uses = [use for use in layer.uses if use.parameter == parameter]
         only_errors = all(use.role == "bias" for use in uses)
         dtype = torch.float64 if vector and not only_errors else compute_dtype(store, parameter)
-        rooms = Room(dtype), Room(dtype)
+        rooms = Scratch(dtype), Scratch(dtype)
         for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
             kept = None if keep is None else keep(chunk)
             if kept is not None and not kept.any():
@@ -142,7 +142,7 @@ Kept = np.ndarray[Any, np.dtype[np.bool_]] | None
 
 
 def _some(
-    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Room, Room], only_errors: bool
+    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Scratch, Scratch], only_errors: bool
 ) -> Iterator[tuple[Keys, Tensor]]:
     """Keys and values of the slots that take part, a piece at a time: nothing else is read. only_errors: the sum of the values."""
     every = np.arange(chunk.slots) if kept is None else np.flatnonzero(kept)
@@ -160,7 +160,7 @@ def _some(
 
 
 def _all(
-    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Room, Room], only_errors: bool
+    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Scratch, Scratch], only_errors: bool
 ) -> Iterator[tuple[Keys, Tensor]]:
     """Those of all slots, with the value 0 for those that take no part."""
     if kept is not None:

@@ -18,7 +18,7 @@ from dualform.query.ranking import Order
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import AttentionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -45,7 +45,7 @@ class AttentionScorer(Scorer):
         name = self.layer.name
         return self.store.key_count(name) if self.store.has_equal_keys(name) else 0
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
         """Return the attention weights of the slots low to high of a chunk, (queries, slots)."""
         if run.key_numbers is not None:
             numbers = torch.from_numpy(run.key_numbers[low:high])

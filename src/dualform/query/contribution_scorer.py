@@ -25,7 +25,7 @@ from dualform.query.scan import query_blocks
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import ContributionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -107,7 +107,7 @@ class ContributionScorer(Scorer):
             return max(2 * self._largest_product, self.store.slots(self.layer.name))
         return 2 * self._largest_product if self._sums_positions_first else 0
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Room) -> Tensor:
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
         """Return the contributions of the slots low to high of a chunk, (queries, slots)."""
         if self._is_replayed:
             return self._replayed_scores(queries)[:, run.first_slot + low : run.first_slot + high]

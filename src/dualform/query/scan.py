@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 
 if TYPE_CHECKING:
     from dualform.query.scorer import Scorer
@@ -116,7 +116,7 @@ def tiles(pieces: Iterable[Piece], scorer: Scorer, queries: slice) -> Iterator[T
     count = queries.stop - queries.start
     numbers_per_slot = max(scorer.layer.d_in + scorer.layer.d_out, count * scorer.numbers_per_score)
     # Memory to decode vectors in. It belongs to the scan, not to the scorer, which several threads may share.
-    scratch = Room(scorer.dtype)
+    scratch = Scratch(scorer.dtype)
     for piece in pieces:
         run = piece.run
         for low, high in run.pieces(numbers_per_slot):

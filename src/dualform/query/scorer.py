@@ -21,7 +21,7 @@ from dualform.query.scan import Bools, Piece
 from dualform.query.search.index import Index
 from dualform.query.slots import describe
 from dualform.query.written import has_silent, written
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 
 
@@ -45,7 +45,7 @@ class Scorer(ABC):
         self.dtype = dtype
 
     @abstractmethod
-    def score(self, queries: slice, run: Any, low: int, high: int, scratch: Room) -> Tensor:
+    def score(self, queries: slice, run: Any, low: int, high: int, scratch: Scratch) -> Tensor:
         """Return the scores of some queries for the slots low to high of a run, (queries, slots).
 
         scratch: memory to decode vectors in, valid until the next tile of the same scan.

@@ -28,7 +28,8 @@ from dualform.record.forward_pass import ForwardPass, RowFinder
 from dualform.record.parameters import ParameterLedger, norm_of_rows
 from dualform.record.silent import silent_slots
 from dualform.record.slot_loop import Slots, Taker, Taking
-from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
+from dualform.store.encoding import Encoded, EncodeRequest, encode_all, encode_numbers
+from dualform.store.memory import Pool
 from dualform.store.records import Block
 
 CONSUMED = 64
@@ -185,7 +186,7 @@ class LayerLedger:
         terms = found.key_terms, found.error_terms
         return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots, shared, *terms)
 
-    def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
+    def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, EncodeRequest]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
         call = self._call(task, arrived.visit, arrived.rows, arrived.positions, arrived.shape, shared=arrived.is_shared)
         errors, arrived.stored = arrived.errors, arrived.stored.detach()
@@ -208,14 +209,14 @@ class LayerLedger:
             return self._wanted(call, arrived.stored, None)
         outputs = list(self.layer.outputs)
         some, known = (errors[:, outputs], None) if outputs else (errors, norms)
-        return self._wanted(call, arrived.stored, Wanted(some, self._error_name, known))
+        return self._wanted(call, arrived.stored, EncodeRequest(some, self._error_name, known))
 
-    def _wanted(self, call: Call, keys: Tensor, errors: Wanted | None) -> list[tuple[Call, str, Wanted]]:
+    def _wanted(self, call: Call, keys: Tensor, errors: EncodeRequest | None) -> list[tuple[Call, str, EncodeRequest]]:
         wanted = [] if errors is None else [(call, "errors", errors)]
         if self.layer.form == "numbers":
             call.keys = encode_numbers(keys)
         else:
-            wanted.append((call, "keys", Wanted(keys, self._key_name, as_they_are=True)))
+            wanted.append((call, "keys", EncodeRequest(keys, self._key_name, as_they_are=True)))
         return wanted
 
     def add_taken(

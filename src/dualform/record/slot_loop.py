@@ -15,7 +15,8 @@ from torch import Tensor
 from dualform.native.kernels import address, kernels
 from dualform.record.parameters import ParameterLedger
 from dualform.record.silent import silent_slots
-from dualform.store.encoding import TORCH, Encoded, Part, Pool, Stream
+from dualform.store.encoding import TORCH, Encoded
+from dualform.store.memory import Part, Pool, Stream
 from dualform.store.records import Bools
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]

@@ -27,9 +27,9 @@ from dualform.store.format import (
     Manifest,
     chunk_name,
 )
-from dualform.store.heap import give_back
 from dualform.store.labels import Label, chunk_about, require_chunk, require_session
 from dualform.store.mapped import TensorFile
+from dualform.store.memory import give_back
 from dualform.store.moments import Moments
 from dualform.store.schema import schema
 from dualform.store.sealed import Sealed

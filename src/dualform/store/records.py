@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dualform.store.encoding import Encoded, Pool
+from dualform.store.encoding import Encoded
 from dualform.store.format import Mark, RowEvidence
+from dualform.store.memory import Pool
 
 Array = np.ndarray[Any, Any]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

@@ -18,9 +18,9 @@ from dualform.layers.streams import Layer
 from dualform.store.contents import check_blocks
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import NO_ROW, Chunk
-from dualform.store.heap import Room
 from dualform.store.labels import Label
 from dualform.store.mapped import TensorFile
+from dualform.store.memory import Scratch
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -211,14 +211,14 @@ class SlotChunk:
             raise self._damaged(f"a key of {self.layer.name!r} is not among its {self.layer.d_in} inputs")
         return places
 
-    def some_keys(self, places: Ints, room: Room) -> Tensor:
+    def some_keys(self, places: Ints, room: Scratch) -> Tensor:
         """The keys (vectors) of some slots, by their places in ascending order."""
         out = room(len(places), self.layer.d_in)
         if self.key_numbers is not None:
             return self.store.gather(self.number, "key", self.key_numbers[places], out.dtype, out)
         return self._encoded("key").decoded(torch.from_numpy(places), out)
 
-    def some_errors(self, places: Ints, room: Room, times: Tensor | None = None) -> Tensor:
+    def some_errors(self, places: Ints, room: Scratch, times: Tensor | None = None) -> Tensor:
         """Their error signals. times: (n, 1), multiplies each of them."""
         out = room(len(places), len(self.layer.outputs) or self.layer.d_out)
         return self._encoded("error").decoded(torch.from_numpy(places), out, times)

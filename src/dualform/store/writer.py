@@ -25,7 +25,6 @@ from dualform.layers.streams import Layer
 from dualform.store import tables
 from dualform.store.access import cure_of, writing
 from dualform.store.chunks import slot_tensors
-from dualform.store.encoding import Pool
 from dualform.store.equal import EqualKeys
 from dualform.store.folder import flush_folder, publish, write_table
 from dualform.store.format import (
@@ -44,6 +43,7 @@ from dualform.store.format import (
 )
 from dualform.store.labels import Labels, chunk_about
 from dualform.store.lock import FolderLock
+from dualform.store.memory import Pool
 from dualform.store.reader import Store
 from dualform.store.records import Step
 from dualform.store.sums import NewTotals, write_totals

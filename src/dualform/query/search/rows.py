@@ -25,7 +25,7 @@ from dualform.query.ranking import Ranking, rank_keys, side_by_side, stacked
 from dualform.query.reducers import TopK
 from dualform.query.scan import Bools
 from dualform.query.search.index import TopKRequest
-from dualform.store.heap import Room
+from dualform.store.memory import Scratch
 from dualform.store.slots import PIECE_BYTES
 
 TILE_BYTES = 64 << 20
@@ -113,7 +113,7 @@ class RowIndex:
         count = queries.stop - queries.start
         numbers_per_row = count * (len(self.layers) + 2)
         size = max(1, min(MOST_ROWS, TILE_BYTES // (self.dtype.itemsize * max(1, numbers_per_row))))
-        scratch = Room(self.dtype)
+        scratch = Scratch(self.dtype)
         best = [TopK(count, request.k, request.order, self.dtype) for _ in self.scored.segments]
         for number, segment in reversed(list(enumerate(self.scored.segments))):
             for window in windows(self.scored.store, segment.first_row, segment.end_row, size):
@@ -136,7 +136,7 @@ def _kth_key(known: Ranking, request: TopKRequest) -> Tensor | None:
 class _BoundedWindow:
     """The rows of a window: bounds from their error signals alone, then the scores of some."""
 
-    def __init__(self, index: RowIndex, segment: int, window: Window, queries: slice, scratch: Room):
+    def __init__(self, index: RowIndex, segment: int, window: Window, queries: slice, scratch: Scratch):
         self._index = index
         self._window = window
         self._queries = queries
