@@ -207,7 +207,8 @@ def look(victim: Victim, progress: Progress, previous: Reference | None) -> str:
     steps = check(folder, victim.expected, progress.promised)
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
+    if folder.exists():  # a victim may be killed before it has made its folder
+        shutil.copytree(folder, copy)
     if steps is None:
         train(victim.expected, copy)
         check(copy, victim.expected, STEPS)
