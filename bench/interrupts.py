@@ -47,7 +47,7 @@ from torch import nn
 import dualform
 from dualform.errors import DualformError, RecordingError
 from dualform.record import recording
-from dualform.store import tensor_writer
+from dualform.store import files
 from dualform.store.format import MANIFEST
 from dualform.store.reader import Store
 
@@ -204,7 +204,7 @@ _LOAD_CONST = _load_const()
 @contextlib.contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
     """Each write and each flush takes a while."""
-    flush, write = os.fsync, tensor_writer._written
+    flush, write = os.fsync, files.write_pieces
 
     def slow_flush(descriptor: int) -> None:
         time.sleep(seconds)
@@ -214,7 +214,7 @@ def slow_disk(seconds: float) -> Iterator[None]:
         time.sleep(seconds)
         return write(descriptor, pieces)
 
-    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(tensor_writer, "_written", slow_write):
+    with mock.patch.object(os, "fsync", slow_flush), mock.patch.object(files, "write_pieces", slow_write):
         yield
 
 

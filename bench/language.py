@@ -32,8 +32,9 @@ import dualform
 from dualform.language.description import COLUMN, Description, write_description
 from dualform.language.from_totals import find_totals
 from dualform.language.recorded import RecordedLanguageModel
+from dualform.store.files import LocalFiles
 from dualform.store.format import Grouping, load_manifest
-from dualform.store.sums import NewTotals, write_totals
+from dualform.store.writer import NewTotals, write_totals
 from dualform_paper.language.corpora import load
 from dualform_paper.language.recording import options as recording_options
 from dualform_paper.language.settings import settings_for
@@ -105,7 +106,7 @@ def made(folder: Path) -> None:
     groups = pl.DataFrame({COLUMN: places})
     manifest = load_manifest(folder)
     grouping = Grouping((COLUMN,), "keys")
-    write_totals(folder, manifest, NewTotals(manifest.end_step, positions, [grouping], tensors, [groups]))
+    write_totals(LocalFiles(folder), manifest, NewTotals(manifest.end_step, positions, [grouping], tensors, [groups]))
 
 
 def _command(run: Path, prompt: str) -> dict[str, float]:

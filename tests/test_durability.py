@@ -10,7 +10,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import StoreExistsError, WriterError
-from dualform.store import tensor_writer
+from dualform.store import files
 
 
 def run(script, *arguments):
@@ -40,7 +40,7 @@ def training(path, **settings):
 
 def full_disk(monkeypatch, after):
     """From the n-th write on, the disk is full."""
-    written, write = 0, tensor_writer._written
+    written, write = 0, files.write_pieces
 
     def limited(descriptor, pieces):
         nonlocal written
@@ -49,7 +49,7 @@ def full_disk(monkeypatch, after):
             raise OSError(28, "No space left on device")
         return write(descriptor, pieces)
 
-    monkeypatch.setattr(tensor_writer, "_written", limited)
+    monkeypatch.setattr(files, "write_pieces", limited)
 
 
 @pytest.mark.parametrize("after", [30, 47, 100])

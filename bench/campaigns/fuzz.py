@@ -43,8 +43,9 @@ from dualform.dual.gradients import Replayed, updates_of
 from dualform.layers.keys import part as columns
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual
-from dualform.store.folder import publish
+from dualform.store.files import LocalFiles
 from dualform.store.format import load_manifest
+from dualform.store.writer import publish_manifest
 from reference import attention as reference  # type: ignore[import-not-found]
 from reference import ranking
 
@@ -433,7 +434,7 @@ class Comparison:
 
 def _without_totals(folder: Path) -> None:
     """Forget the totals of a store."""
-    publish(folder, replace(load_manifest(folder), totals=None))
+    publish_manifest(LocalFiles(folder), replace(load_manifest(folder), totals=None))
 
 
 def _size(values: Array) -> float:

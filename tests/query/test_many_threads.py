@@ -20,7 +20,7 @@ from dualform.layers.keys import Vectors
 from dualform.query import scan
 from dualform.query.search import index
 from dualform.store import reader
-from dualform.store.tensor_writer import write_tensors
+from dualform.store.tensors import write_tensors
 
 SAMPLES, FEATURES, CLASSES, ROWS, STEPS, THREADS = 48, 24, 5, 16, 20, 3
 INPUTS = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
@@ -233,10 +233,10 @@ def test_threads_that_build_the_same_curvature_do_not_spoil_it(recorded, monkeyp
         kept.unlink()
     together, files = threading.Barrier(THREADS), []
 
-    def write_together(file, tensors):
-        files.append(file)
+    def write_together(folder, name, tensors):
+        files.append(name)
         together.wait()
-        write_tensors(file, tensors)
+        write_tensors(folder, name, tensors)
 
     monkeypatch.setattr(factors, "write_tensors", write_together)
     with pool_of(THREADS) as pool:

@@ -19,7 +19,7 @@ from dualform.record.curvature import OnlineCurvature
 from dualform.record.edits import EditWatch
 from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals
-from dualform.store import folder, tensor_writer
+from dualform.store import files
 from dualform.totals.fold import Accumulated
 from training import SAMPLES, network, samples, sgd
 
@@ -79,13 +79,13 @@ def assert_whole(loop, steps, *, last_weights=True):
 
 
 def slow_disk(monkeypatch, seconds):
-    write = tensor_writer._written
+    write = files.write_pieces
 
     def slow(descriptor, pieces):
         time.sleep(seconds)
         return write(descriptor, pieces)
 
-    monkeypatch.setattr(tensor_writer, "_written", slow)
+    monkeypatch.setattr(files, "write_pieces", slow)
 
 
 def ctrl_c_after(seconds):
@@ -405,7 +405,7 @@ def test_weights_edited_before_a_snapshot_is_due_are_not_stored_as_trained_ones(
 
 @pytest.mark.parametrize("error", [ValueError("mine"), MemoryError("too much"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize(
-    "moment", ["snapshot_of", "EditWatch.edits", "StepBuilder.retire", "folder.publish", "Writer.close"]
+    "moment", ["snapshot_of", "EditWatch.edits", "StepBuilder.retire", "Files.publish", "Writer.close"]
 )
 def test_an_exception_while_it_closes(tmp_path, monkeypatch, error, moment):
     """Whatever it is, the steps are stored and the folder is unlocked. An exception from outside waits until all is done."""
@@ -413,19 +413,19 @@ def test_an_exception_while_it_closes(tmp_path, monkeypatch, error, moment):
         "snapshot_of": (recording, "snapshot_of"),
         "EditWatch.edits": (EditWatch, "edits"),
         "StepBuilder.retire": (StepBuilder, "retire"),
-        "folder.publish": (folder, "flush_folder"),
+        "Files.publish": (files, "flush_folder"),
         "Writer.close": (recording.Writer, "close"),
     }[moment]
     loop = Loop(tmp_path / "run")
     recorder = loop.record()
     loop.train(recorder, 3)
     raise_once(monkeypatch, owner, name, error, before=moment != "Writer.close")
-    expected = WriterError if moment == "folder.publish" else type(error)
+    expected = WriterError if moment == "Files.publish" else type(error)
     with pytest.raises(expected):
         recorder.close()
     monkeypatch.undo()
     recorder.close()  # nothing is left to do
-    if moment == "folder.publish":  # the disk failed, not the recorder
+    if moment == "Files.publish":  # the disk failed, not the recorder
         loop.record(overwrite=True).close()
         return
     is_from_outside = isinstance(error, KeyboardInterrupt)

@@ -9,8 +9,8 @@ from inconsistent import answers, network, record
 import dualform
 from dualform.errors import StoreChangedError, StoreDamagedError, StoreError
 from dualform.record import resuming
-from dualform.store import sealed
-from dualform.store.format import MANIFEST, load_manifest
+from dualform.store import catalog
+from dualform.store.format import MANIFEST, load_manifest, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_run_that_changes_while_it_is_opened_is_opened_again(run, monkeypatch)
     stale = load_manifest(run)
     record(run, seed=1, overwrite=True)
     given = [stale]
-    monkeypatch.setattr(sealed, "load_manifest", lambda folder: given.pop() if given else load_manifest(folder))
+    monkeypatch.setattr(catalog, "read_manifest", lambda files: given.pop() if given else read_manifest(files))
     assert dualform.open(run).store.manifest.run == load_manifest(run).run
 
 
@@ -175,14 +175,14 @@ def test_a_run_that_never_stops_changing(run, monkeypatch):
     record(run, seed=1, overwrite=True)
     calls = []
 
-    def load(folder):
-        calls.append(folder)
-        return load_manifest(folder) if len(calls) % 2 == 0 else stale
+    def load(files):
+        calls.append(files)
+        return read_manifest(files) if len(calls) % 2 == 0 else stale
 
-    monkeypatch.setattr(sealed, "load_manifest", load)
+    monkeypatch.setattr(catalog, "read_manifest", load)
     with pytest.raises(StoreChangedError, match="Open it again"):
         dualform.open(run)
-    assert len(calls) == 2 * sealed.OPENINGS
+    assert len(calls) == 2 * catalog.OPENINGS
 
 
 def test_a_manifest_that_cannot_be_read_now_hides_no_damage(run):

@@ -33,10 +33,10 @@ import dualform
 from dualform.cli import app
 from dualform.errors import DualformError, InexactWarning, StoreDamagedError, StoreError
 from dualform.store import consistency
-from dualform.store.arrays import ArrayFile
-from dualform.store.folder import write_table
+from dualform.store.files import LocalFiles
 from dualform.store.format import MANIFEST, File, checksum
-from dualform.store.tensor_writer import write_tensors
+from dualform.store.tables import write_table
+from dualform.store.tensors import ArrayFile, write_tensors
 
 SECONDS = 120
 MEMORY = 1 << 30
@@ -217,14 +217,14 @@ def unread(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the table was read")
 
-    monkeypatch.setattr("dualform.store.sealed.pl.read_parquet", refuse)
+    monkeypatch.setattr("dualform.store.catalog.pl.read_parquet", refuse)
 
 
 def labelled(path, table):
     """Write a table with the label of the file that it replaces."""
     label = pl.read_parquet_metadata(path)["dualform"]
     path.unlink()
-    write_table(path, table, label)
+    write_table(LocalFiles(path.parent), path.name, table, label)
 
 
 @pytest.mark.parametrize("name", ["rows", "updates", "steps"])
@@ -301,7 +301,7 @@ def test_what_polars_cannot_read_is_damaged(store, monkeypatch):
     def fail(*_, **__):
         raise pl.exceptions.ComputeError("a page is not as expected")
 
-    monkeypatch.setattr("dualform.store.sealed.pl.read_parquet", fail)
+    monkeypatch.setattr("dualform.store.catalog.pl.read_parquet", fail)
     with pytest.raises(StoreDamagedError, match=r"rows\.parquet is damaged: Polars cannot read it \(a page"):
         dualform.open(store).store.rows_in(0)
 
@@ -313,12 +313,12 @@ def rewrite(store, name, change):
     """Change the tensors of a file, and correct all checksums."""
     path = store / name
     entry = file_entry(path)
-    file = ArrayFile(path, File(entry["size"], entry["checksum"]))
+    file = ArrayFile(LocalFiles(path.parent), path.name, File(entry["size"], entry["checksum"]))
     tensors = {tensor: np.array(file[tensor]) for tensor in file}
     label = file.label
     change(tensors)
     path.unlink()
-    write_tensors(path, {tensor: [array] for tensor, array in tensors.items()}, label)
+    write_tensors(LocalFiles(path.parent), path.name, {tensor: [array] for tensor, array in tensors.items()}, label)
     edit(store, lambda data: refer(store, data))
 
 

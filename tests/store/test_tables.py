@@ -29,7 +29,7 @@ def test_columns_joined_at_once_are_columns_joined_piece_by_piece():
 def test_no_rows():
     table = tables.rows_table([Step(0)], COLUMNS)
     assert table.height == 0
-    assert dict(table.schema) == tables.schema(COLUMNS)
+    assert dict(table.schema) == tables.row_types(COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -480,7 +480,7 @@ def test_overwrite_leaves_what_does_not_belong_to_the_recording(tmp_path):
 
 
 def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path, monkeypatch):
-    def full(path, tensors, label):
+    def full(files, name, tensors, label):
         raise OSError(28, "No space left on device")
 
     writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)

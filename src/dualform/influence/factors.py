@@ -26,13 +26,10 @@ from dualform.influence.segments import Segment
 from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
 from dualform.progress import Progress
-from dualform.store.access import open_regular, reading
-from dualform.store.folder import flush_folder
-from dualform.store.format import NO_ROW, SLOTS, File, checksum
-from dualform.store.mapped import TensorFile
+from dualform.store.format import NO_ROW, SLOTS, checksum
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-from dualform.store.tensor_writer import write_tensors
+from dualform.store.tensors import TensorFile, describe_file, write_tensors
 
 SLOTS_TAKEN = 16384
 """How many slots of a segment a layer's curvature is computed from, at steps spread over it."""
@@ -84,13 +81,12 @@ def _factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) 
         tensors["norms"] = [built.norms.numpy()]
     with contextlib.suppress(OSError):  # a store that cannot be written answers all the same
         # A name of its own: other threads and processes may be building the same
-        unfinished = store.folder / f".{name}.{os.getpid()}.{get_ident()}"
+        unfinished = f".{name}.{os.getpid()}.{get_ident()}"
         try:
-            write_tensors(unfinished, tensors)
-            unfinished.replace(store.folder / name)
+            write_tensors(store.files, unfinished, tensors)
+            store.files.publish(unfinished, name)
         finally:
-            unfinished.unlink(missing_ok=True)
-        flush_folder(store.folder)
+            store.files.remove(unfinished)
     return built
 
 
@@ -184,11 +180,7 @@ def _kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature 
     path = store.folder / name
     if not os.path.lexists(path):
         return None
-    with reading(path), open_regular(path) as handle:
-        size = os.fstat(handle.fileno()).st_size
-        length = handle.read(8)
-        header = length + handle.read(min(size, int.from_bytes(length, "little")))
-    file = TensorFile(path, File(size, checksum(header)))
+    file = TensorFile(store.files, name, describe_file(store.files, name))
     expected = _shapes(layer)
     if "norms" in file:
         expected["norms"] = (segment.end_row - segment.first_row,)

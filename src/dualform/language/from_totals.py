@@ -16,8 +16,8 @@ from dualform.language import answers, numpy_model
 from dualform.language.answers import PARTS, WIDTH, Ints, PromptAnswer, Scores
 from dualform.language.description import Description, read_description
 from dualform.language.shape import LAYER
-from dualform.store.arrays import ArrayFile
-from dualform.store.sealed import Sealed
+from dualform.store.catalog import Catalog
+from dualform.store.tensors import ArrayFile
 
 PIECE_BYTES = 4 << 20
 """How much of the key sums is multiplied at a time: its checksum is computed while it is in the cache."""
@@ -28,7 +28,7 @@ def find_totals(folder: Path, where: str | None = None) -> LanguageTotals | None
     """Return the totals of a recording, or None if this question, or its error message, needs `RecordedLanguageModel`."""
     try:
         description = read_description(folder)
-        store = Sealed(folder)
+        store = Catalog(folder)
         grouping = store.grouping([description.column], store.end_step, deltas=False)
         if grouping is None or description.layer != LAYER or store.manifest.inexact:
             return None
@@ -43,7 +43,7 @@ def find_totals(folder: Path, where: str | None = None) -> LanguageTotals | None
 class LanguageTotals:
     """A language model's totals per training position, with its text."""
 
-    def __init__(self, description: Description, store: Sealed, grouping: int, weights: _Weights):
+    def __init__(self, description: Description, store: Catalog, grouping: int, weights: _Weights):
         self.text = description.text
         self._description = description
         self._store = store
@@ -98,7 +98,7 @@ class LanguageTotals:
 class _Weights:
     """The weights at the end of the recording."""
 
-    def __init__(self, store: Sealed):
+    def __init__(self, store: Catalog):
         self._file = store.open_snapshot(ArrayFile, store.end_step)
 
     def __getitem__(self, name: str) -> Floats:

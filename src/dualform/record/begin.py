@@ -25,7 +25,7 @@ from dualform.record.recording import Recording, Settings, snapshot_of
 from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals, Wanted, groupings
 from dualform.store import format as store
-from dualform.store.folder import prepare
+from dualform.store.lock import prepare
 from dualform.store.memory import Pool
 from dualform.store.writer import Writer
 from dualform.version import __version__

@@ -16,8 +16,8 @@ from dualform.store import records
 from dualform.store.encoding import decode
 from dualform.store.format import NO_ROW, Column, Grouping, Manifest
 from dualform.store.reader import Store
-from dualform.store.schema import schema
-from dualform.store.sums import NewTotals
+from dualform.store.tables import row_types
+from dualform.store.writer import NewTotals
 from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated, Piece, Rounded, Updates
 from dualform.totals.groups import Numbering
@@ -231,4 +231,4 @@ def _written(blocks: Sequence[records.Block]) -> records.Bools | None:
 
 def _flat(columns: Sequence[Column]) -> dict[str, Any]:
     """Types of the columns' entries: a column per position has one group for each entry."""
-    return schema([Column(c.name, c.type, "row") for c in columns])
+    return row_types([Column(c.name, c.type, "row") for c in columns])

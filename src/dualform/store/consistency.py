@@ -1,24 +1,44 @@
-"""Whether the parts of a manifest fit each other: counts add up, names exist, sizes are possible. Nothing but the manifest is read."""
+"""Whether the parts of a manifest fit each other, and whether the content of a chunk's files fits what their label says.
+
+Of a manifest: counts add up, names exist, sizes are possible. Of files: shapes of tensors, columns and steps of tables; the label has the
+counts as they were written (store/labels.py). Functions raise ValueError, which says what does not fit.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
 
 from dualform.layers.streams import Geometry, Layer, Use
 from dualform.store.format import (
+    BLOCK_FIELDS,
     CHUNK_FILES,
     DTYPES,
     KEEPS,
     MOST,
+    NO_ROW,
     ROWS,
     STEPS,
     SUMS,
     TABLES,
+    Chunk,
     Manifest,
     Parameter,
+    Totals,
     groups_name,
+    shortened,
 )
+from dualform.store.labels import Label
+from dualform.store.tables import UPDATE_TYPES, row_types
+from dualform.store.tensors import AXES, NAMES, CheckedFile
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Shape = tuple[int | None, ...]
+"""None: any length."""
 
 FORMS = ("vectors", "numbers", "maps", "parts")
 ROLES = ("weight", "table", "bias", "scale")
@@ -26,8 +46,6 @@ MODES = ("zeros", "reflect", "replicate", "circular")
 TOTAL_KINDS = ("keys", "deltas", "both")
 COLUMN_TYPES = ("Int64", "Float64", "String", "Boolean")
 PER = ("row", "position")
-AXES = 32
-"""Axes of a tensor, at most."""
 ITEM_SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 TABLE_BYTES = 1 << 30
@@ -38,24 +56,18 @@ LINE_BYTES = 16
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raise ValueError, which says what does not fit."""
-    _one_of("keep", manifest.keep, KEEPS)
-    _one_of("dtype", manifest.dtype, DTYPES)
+    """Raise ValueError unless the parts of a manifest fit each other."""
+    _require_one_of("keep", manifest.keep, KEEPS)
+    _require_one_of("dtype", manifest.dtype, DTYPES)
     nbytes = sum(file.size for _, file in manifest.files())
     _check_columns(manifest)
-    parameters = {parameter.name: parameter for parameter in manifest.parameters}
-    _distinct("parameters", [parameter.name for parameter in manifest.parameters])
-    for parameter in manifest.parameters:
-        _check_parameter(parameter, nbytes)
-    _distinct("layers", [layer.name for layer in manifest.layers])
-    for layer in manifest.layers:
-        _check_layer(layer, parameters)
-    if any(axis >= AXES for axis in manifest.batch_axis.values()):
-        raise ValueError(f"batch_axis names an axis that no tensor has: {_short(manifest.batch_axis)}")
+    _check_parameters(manifest, nbytes)
+    _check_layers(manifest)
     _check_sessions(manifest)
     _check_chunks(manifest)
     _check_snapshots(manifest)
-    _check_totals(manifest)
+    if manifest.totals is not None:
+        _check_totals(manifest, manifest.totals)
     lines = sum(file.lines or 0 for _, file in manifest.files())
     if LINE_BYTES * lines > table_limit(nbytes):
         raise ValueError(f"its tables have {lines:,} lines, which {nbytes:,} bytes cannot hold")
@@ -67,25 +79,36 @@ def table_limit(nbytes: int) -> int:
 
 
 def _check_columns(manifest: Manifest) -> None:
-    _distinct("columns", ["step", *(column.name for column in manifest.columns)])
+    _require_distinct("columns", ["step", *(column.name for column in manifest.columns)])
     for column in manifest.columns:
-        _one_of(f"the type of column {column.name!r}", column.type, COLUMN_TYPES)
-        _one_of(f"per of column {column.name!r}", column.per, PER)
+        _require_one_of(f"the type of column {column.name!r}", column.type, COLUMN_TYPES)
+        _require_one_of(f"per of column {column.name!r}", column.per, PER)
 
 
-def _check_parameter(parameter: Parameter, nbytes: int) -> None:
-    _one_of(f"the type of {parameter.name!r}", parameter.dtype, tuple(ITEM_SIZES))
-    size = math.prod(parameter.shape[:AXES]) * ITEM_SIZES[parameter.dtype]
-    # Snapshots hold all parameters, so none is larger than the store
-    if len(parameter.shape) > AXES or size > nbytes:
-        raise ValueError(
-            f"parameter {parameter.name!r} of shape {_short(parameter.shape)} is larger than the whole store"
-        )
+def _check_parameters(manifest: Manifest, nbytes: int) -> None:
+    _require_distinct("parameters", [parameter.name for parameter in manifest.parameters])
+    for parameter in manifest.parameters:
+        _require_one_of(f"the type of {parameter.name!r}", parameter.dtype, tuple(ITEM_SIZES))
+        size = math.prod(parameter.shape[:AXES]) * ITEM_SIZES[parameter.dtype]
+        # Snapshots hold all parameters, so none is larger than the store
+        if len(parameter.shape) > AXES or size > nbytes:
+            raise ValueError(
+                f"parameter {parameter.name!r} of shape {shortened(parameter.shape)} is larger than the whole store"
+            )
+
+
+def _check_layers(manifest: Manifest) -> None:
+    parameters = {parameter.name: parameter for parameter in manifest.parameters}
+    _require_distinct("layers", [layer.name for layer in manifest.layers])
+    for layer in manifest.layers:
+        _check_layer(layer, parameters)
+    if any(axis >= AXES for axis in manifest.batch_axis.values()):
+        raise ValueError(f"batch_axis names an axis that no tensor has: {shortened(manifest.batch_axis)}")
 
 
 def _check_layer(layer: Layer, parameters: dict[str, Parameter]) -> None:
     where = f"layer {layer.name!r}"
-    _one_of(f"the form of {where}", layer.form, FORMS)
+    _require_one_of(f"the form of {where}", layer.form, FORMS)
     if not layer.uses:
         raise ValueError(f"{where} uses no parameter")
     if (layer.form == "maps") != (layer.geometry is not None):
@@ -101,7 +124,7 @@ def _check_layer(layer: Layer, parameters: dict[str, Parameter]) -> None:
 
 
 def _check_geometry(where: str, geometry: Geometry, d_in: int) -> None:
-    _one_of(f"the padding mode of {where}", geometry.mode, MODES)
+    _require_one_of(f"the padding mode of {where}", geometry.mode, MODES)
     axes = len(geometry.kernel)
     lengths = [len(geometry.stride), len(geometry.dilation), len(geometry.padding) / 2]
     positive = [geometry.channels, *geometry.kernel, *geometry.stride, *geometry.dilation]
@@ -111,7 +134,7 @@ def _check_geometry(where: str, geometry: Geometry, d_in: int) -> None:
 
 def _check_use(where: str, use: Use, layer: Layer, parameter: Parameter) -> None:
     """Keys and error signals must make a gradient of the parameter's shape, or of some rows of its first axis."""
-    _one_of(f"the role of {use.parameter!r} in {where}", use.role, ROLES)
+    _require_one_of(f"the role of {use.parameter!r} in {where}", use.role, ROLES)
     rows = _width(use.rows, parameter.shape[0] if parameter.shape else 1)
     rest = math.prod(parameter.shape[1:])
     keys = _width(use.keys, layer.d_in)
@@ -124,7 +147,7 @@ def _check_use(where: str, use: Use, layer: Layer, parameter: Parameter) -> None
         "scale": rows * rest == keys,
     }[use.role]
     if not fits or use.groups < 1:
-        raise ValueError(f"{use.parameter!r} of shape {_short(parameter.shape)} does not fit {where}")
+        raise ValueError(f"{use.parameter!r} of shape {shortened(parameter.shape)} does not fit {where}")
 
 
 def _width(ranges: Sequence[int], whole: int) -> int:
@@ -133,50 +156,61 @@ def _width(ranges: Sequence[int], whole: int) -> int:
         return whole
     begins, ends = ranges[::2], ranges[1::2]
     if len(begins) != len(ends) or any(not b <= e <= whole for b, e in zip(begins, ends, strict=True)):
-        raise ValueError(f"the ranges {_short(ranges)} do not lie within {whole} columns")
+        raise ValueError(f"the ranges {shortened(ranges)} do not lie within {whole} columns")
     return sum(ends) - sum(begins)
 
 
 def _check_sessions(manifest: Manifest) -> None:
     steps = [session.first_step for session in manifest.sessions]
-    _distinct("sessions", [session.name for session in manifest.sessions])
+    _require_distinct("sessions", [session.name for session in manifest.sessions])
     if steps[:1] != [0] or steps != sorted(steps) or steps[-1] > manifest.end_step:
         raise ValueError(
-            f"its sessions begin at steps {_short(steps)}; expected 0 and later ones, up to {manifest.end_step}"
+            f"its sessions begin at steps {shortened(steps)}; expected 0 and later ones, up to {manifest.end_step}"
         )
 
 
 def _check_chunks(manifest: Manifest) -> None:
     if manifest.keep == "totals" and manifest.chunks:
         raise ValueError('it keeps "totals", but has chunks')
-    layers = len(manifest.layers)
-    step = row = slots = keys = 0
+    step = 0
+    row = 0
     for number, chunk in enumerate(manifest.chunks):
         where = f"chunk {number}"
-        if chunk.files.keys() != set(CHUNK_FILES) or not len(chunk.slots) == len(chunk.keys) == layers or chunk.shard:
-            raise ValueError(f"{where} is not as expected")
-        for name in CHUNK_FILES:
-            if (name in TABLES) != (chunk.files[name].lines is not None):
-                raise ValueError(f"{where} is not as expected: {name} has lines, or none")
+        _check_chunk_files(where, chunk, layers=len(manifest.layers))
         if chunk.first_step != step or chunk.end_step <= step:
             raise ValueError(
                 f"{where} has steps {chunk.first_step} to {chunk.end_step}; expected them to begin at {step}"
             )
         if chunk.first_row != row:
             raise ValueError(f"{where} begins with row {chunk.first_row}; there are {row} before it")
-        if (chunk.files[ROWS].lines or 0) < chunk.rows:
-            raise ValueError(f"{where} has {chunk.rows} rows; its table has {chunk.files[ROWS].lines}")
-        if (chunk.files[STEPS].lines or 0) < chunk.end_step - chunk.first_step:
-            raise ValueError(f"{where} has fewer lines than steps")
-        step, row = chunk.end_step, row + chunk.rows
-        slots, keys = slots + sum(chunk.slots), keys + sum(chunk.keys)
+        _check_chunk_lines(where, chunk)
+        step = chunk.end_step
+        row += chunk.rows
+    slots = sum(sum(chunk.slots) for chunk in manifest.chunks)
+    keys = sum(sum(chunk.keys) for chunk in manifest.chunks)
     if max(row, slots, keys) >= MOST:
         raise ValueError("its chunks have more rows, slots or keys than can be counted")
 
 
+def _check_chunk_files(where: str, chunk: Chunk, *, layers: int) -> None:
+    has_counts = len(chunk.slots) == len(chunk.keys) == layers
+    if chunk.files.keys() != set(CHUNK_FILES) or not has_counts or chunk.shard:
+        raise ValueError(f"{where} is not as expected")
+    for name in CHUNK_FILES:
+        if (name in TABLES) != (chunk.files[name].lines is not None):
+            raise ValueError(f"{where} is not as expected: {name} has lines, or none")
+
+
+def _check_chunk_lines(where: str, chunk: Chunk) -> None:
+    if (chunk.files[ROWS].lines or 0) < chunk.rows:
+        raise ValueError(f"{where} has {chunk.rows} rows; its table has {chunk.files[ROWS].lines}")
+    if (chunk.files[STEPS].lines or 0) < chunk.end_step - chunk.first_step:
+        raise ValueError(f"{where} has fewer lines than steps")
+
+
 def _check_snapshots(manifest: Manifest) -> None:
     steps = [snapshot.step for snapshot in manifest.snapshots]
-    _distinct("snapshots", steps)
+    _require_distinct("snapshots", steps)
     if 0 not in steps:
         raise ValueError("there is no snapshot of the weights that training began with")
     if max(steps) > manifest.end_step:
@@ -185,35 +219,180 @@ def _check_snapshots(manifest: Manifest) -> None:
         raise ValueError("a snapshot has lines")
 
 
-def _check_totals(manifest: Manifest) -> None:
-    totals = manifest.totals
-    if totals is None:
-        return
-    names = {column.name for column in manifest.columns}
-    expected = {SUMS, *(groups_name(number) for number in range(len(totals.groupings)))}
-    if totals.files.keys() != expected:
+def _check_totals(manifest: Manifest, totals: Totals) -> None:
+    tables = [groups_name(number) for number in range(len(totals.groupings))]
+    if totals.files.keys() != {SUMS, *tables}:
         raise ValueError("its totals are not as expected")
     if any((name == SUMS) != (file.lines is None) for name, file in totals.files.items()):
         raise ValueError("its totals are not as expected: a file has lines, or none")
     if totals.step > manifest.end_step:
         raise ValueError(f"its totals are of {totals.step} steps, but only {manifest.end_step} are sealed")
+    columns = {column.name for column in manifest.columns}
     for grouping in totals.groupings:
-        _one_of("the kind of totals", grouping.kind, TOTAL_KINDS)
-        unknown = [name for name in grouping.columns if name not in names]
-        if unknown or not grouping.columns:
-            raise ValueError(f"there are totals by {_short(grouping.columns)}, but no such columns")
+        _require_one_of("the kind of totals", grouping.kind, TOTAL_KINDS)
+        if not grouping.columns or not columns.issuperset(grouping.columns):
+            raise ValueError(f"there are totals by {shortened(grouping.columns)}, but no such columns")
 
 
-def _one_of(what: str, found: str, allowed: Sequence[str]) -> None:
+def _require_one_of(what: str, found: str, allowed: Sequence[str]) -> None:
     if found not in allowed:
-        raise ValueError(f"{what} is {_short(found)}; expected one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{what} is {shortened(found)}; expected one of {', '.join(map(repr, allowed))}")
 
 
-def _distinct(what: str, names: Collection[object]) -> None:
+def _require_distinct(what: str, names: Collection[object]) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"two of its {what} are called the same")
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+# The content of files
+
+
+def check_tensors(file: CheckedFile[Any], manifest: Manifest, label: Label) -> None:
+    """Raise ValueError unless the tensors of a chunk's slots have the shapes that its counts say."""
+    for number, slots in enumerate(label["slots"]):
+        if slots:
+            _check_layer_tensors(file, manifest, number, slots, label["keys"][number])
+    for name in file:
+        if name.startswith("gradient."):
+            _check_gradient(file, manifest, name)
+
+
+def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int, slots: int, keys: int) -> None:
+    layer = manifest.layers[number]
+    _require_tensor(file, f"{number}.blocks", "I64", (None, len(BLOCK_FIELDS)))
+    if f"{number}.silent" in file:
+        _require_tensor(file, f"{number}.silent", "BOOL", (slots,))
+    if manifest.keep != "keys":
+        width = len(layer.outputs) or layer.d_out
+        _require_tensor(file, f"{number}.errors", NAMES[manifest.dtype], (slots, width))
+        _check_exponents(file, manifest, f"{number}.error_exponents", slots)
+    if layer.form == "numbers":
+        _require_tensor(file, f"{number}.keys", "I32", (slots, 1))
+    else:
+        _check_keys(file, manifest, number, slots, keys)
+
+
+def _check_keys(file: CheckedFile[Any], manifest: Manifest, number: int, slots: int, keys: int) -> None:
+    """Check keys that are vectors or feature maps, of which equal ones may be stored once."""
+    layer = manifest.layers[number]
+    if f"{number}.key_numbers" in file:
+        _require_tensor(file, f"{number}.key_numbers", "I64", (slots,))
+    elif layer.form != "maps" and keys != slots:
+        raise ValueError(f"layer {layer.name!r} has {slots} slots and {keys} keys, but does not say whose they are")
+    if keys:
+        shape = (None,) if layer.form == "maps" else (keys, layer.d_in)
+        _require_tensor(file, f"{number}.keys", NAMES[manifest.dtype], shape)
+        _check_exponents(file, manifest, f"{number}.key_exponents", keys)
+    if layer.geometry is not None:
+        blocks = file.shape(f"{number}.blocks")[0]
+        _require_tensor(file, f"{number}.shapes", "I64", (blocks, 1 + len(layer.geometry.kernel)))
+
+
+def _check_exponents(file: CheckedFile[Any], manifest: Manifest, name: str, count: int) -> None:
+    if manifest.dtype == "float16":
+        _require_tensor(file, name, "I16", (count,))
+    elif name in file:
+        raise ValueError(f"there are powers of two, {name!r}, for vectors of {manifest.dtype}")
+
+
+def _check_gradient(file: CheckedFile[Any], manifest: Manifest, name: str) -> None:
+    number = name.removeprefix("gradient.")
+    if not number.isdecimal() or int(number) >= len(manifest.parameters):
+        raise ValueError(f"{name!r} is of a parameter that is not there")
+    _require_tensor(file, name, file.dtype(name), (None, *manifest.parameters[int(number)].shape))
+
+
+def _require_tensor(file: CheckedFile[Any], name: str, dtype: str, shape: Shape) -> None:
+    if name not in file:
+        raise ValueError(f"it has no tensor {name!r}")
+    found = file.shape(name)
+    fits = len(found) == len(shape) and all(e is None or e == f for f, e in zip(found, shape, strict=True))
+    if not fits or file.dtype(name) != dtype:
+        raise ValueError(f"{name!r} is {file.dtype(name)} {list(found)}, expected {dtype} {list(shape)}")
+
+
+def check_blocks(table: Ints, layer: Layer, slots: int, label: Label) -> None:
+    """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that there are not. slots: how many the layer has."""
+    if len(table) and not (_are_steps(table, label) and _are_rows(table, slots, label)):
+        raise ValueError(f"the blocks of {layer.name!r} name steps or rows that are not in the chunk")
+
+
+def _are_steps(table: Ints, label: Label) -> bool:
+    steps, backward, call = table[:, :3].T
+    is_ordered = bool((steps[1:] >= steps[:-1]).all())
+    is_inside = label["first_step"] <= int(steps[0]) and int(steps[-1]) < label["end_step"]
+    return is_ordered and is_inside and int(backward.min()) >= 0 and int(call.min()) >= 0
+
+
+def _are_rows(table: Ints, slots: int, label: Label) -> bool:
+    first_row, rows, positions = table[:, 3:6].T
+    end_row = label["first_row"] + label["rows"]
+    if int(rows.min()) < 0 or int(positions.min()) < 0:
+        return False
+    # Bounded before they are added and multiplied, so that nothing overflows
+    if int(rows.max()) > max(end_row, 1) or int(positions[rows > 0].max(initial=0)) > slots:
+        return False
+    if int(first_row.min()) < NO_ROW or int(first_row.max()) > end_row:
+        return False
+    return bool(int((first_row + rows).max()) <= end_row)
+
+
+def check_table(name: str, table: pl.DataFrame, manifest: Manifest, label: Label, optimizers: Collection[str]) -> None:
+    """Raise ValueError unless a table of a chunk has the columns of the manifest, and the steps of its label.
+
+    optimizers: those that an update may name.
+    """
+    if name == ROWS:
+        _require_row_columns(table, manifest)
+        lines = label["rows"]
+    elif name == STEPS:
+        _require_columns(table, {"step": pl.Int64()})
+        lines = label["end_step"] - label["first_step"]
+    else:
+        _require_columns(table, UPDATE_TYPES)
+        _check_updates(table, manifest, optimizers)
+        lines = table.height
+    if table.height != lines:
+        raise ValueError(f"it has {table.height:,} lines, expected {lines:,}")
+    _check_steps(table["step"], label, every=name == STEPS)
+
+
+def _require_row_columns(table: pl.DataFrame, manifest: Manifest) -> None:
+    found = dict(table.schema)
+    if not table.height and found == {"step": pl.Int64()}:
+        return  # columns are not known before the first row
+    if found != row_types(manifest.columns):
+        raise ValueError("its columns are not those of the manifest")
+
+
+def _require_columns(table: pl.DataFrame, expected: dict[str, pl.DataType]) -> None:
+    """The columns that must be there; the others, settings of optimizers and what log() was given, are numbers."""
+    found = dict(table.schema)
+    for name, kind in expected.items():
+        if found.pop(name, None) != kind:
+            raise ValueError(f"its column {name!r} is missing or of another type than {kind}")
+    others = [name for name, kind in found.items() if kind != pl.Float64()]
+    if others:
+        raise ValueError(f"it has columns that are not expected: {', '.join(others)}")
+
+
+def _check_steps(steps: pl.Series, label: Label, *, every: bool) -> None:
+    if not len(steps):
+        return
+    if steps.null_count() or not steps.is_sorted():
+        raise ValueError("its steps are not in order")
+    if steps[0] < label["first_step"] or steps[-1] >= label["end_step"]:
+        raise ValueError("it has steps that are not in the chunk")
+    if every and steps.n_unique() != len(steps):
+        raise ValueError("it has a step twice")
+
+
+def _check_updates(table: pl.DataFrame, manifest: Manifest, optimizers: Collection[str]) -> None:
+    numbers = table["parameter"]
+    if numbers.null_count() or table["gradient_kept"].null_count() or table["factors"].null_count():
+        raise ValueError("it has updates without a parameter")
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(manifest.parameters):  # type: ignore[arg-type]
+        raise ValueError("it has updates of parameters that are not there")
+    unknown = set(table["optimizer"].unique()) - set(optimizers)
+    if unknown and manifest.keep != "keys":  # keys alone can be kept under any optimizer
+        raise ValueError(f"it has updates of unknown optimizers: {', '.join(map(str, unknown))}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import secrets
 import types
 import typing
@@ -20,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
+from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, StoreVersionError
 from dualform.layers.streams import Layer
-from dualform.store.access import open_regular, reading
+from dualform.store.files import Files, LocalFiles
 
 VERSION = 4
 MANIFEST = "manifest.json"
@@ -262,18 +261,27 @@ def checksum(data: bytes | memoryview | np.ndarray[Any, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(data)  # type: ignore[arg-type]
 
 
-def load_manifest(folder: Path) -> Manifest:
+def shortened(value: object) -> str:
+    """Return a value as text for a message, cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """Read and check the manifest of a store in a folder."""
+    return read_manifest(LocalFiles(folder))
+
+
+def read_manifest(files: Files) -> Manifest:
     """Read and check the manifest of a store."""
-    path = folder / MANIFEST
-    with reading(path):
-        text = _manifest_text(folder, path)
+    path = files.path(MANIFEST)
     try:
-        data = json.loads(text)
+        data = json.loads(_manifest_text(files))
     except (ValueError, RecursionError) as error:
         raise StoreDamagedError(f"{path} is damaged: it is no JSON ({error}).") from None
     if not isinstance(data, dict) or data.pop("format", None) != "dualform":
         raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
-    _check_version(folder, data.get("version"))
+    _check_version(path.parent, data.get("version"))
     said = data.pop("checksum", None)
     try:
         if said != _digest({"format": "dualform", **data}):
@@ -289,19 +297,23 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest_text(folder: Path, path: Path) -> bytes:
+def _manifest_text(files: Files) -> bytes:
+    path = files.path(MANIFEST)
+    folder = path.parent
     try:
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > MOST_MANIFEST:
-                raise StoreDamagedError(f"{path} is no dualform manifest: it has more than {MOST_MANIFEST:,} bytes.")
-            return file.read()
-    except FileNotFoundError:
-        what = "there is no such folder" if not folder.exists() else f"the folder has no {MANIFEST}"
-        raise StoreMissingError(
-            f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
-        ) from None
-    except NotADirectoryError:
-        raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+        text = files.read_range(MANIFEST, 0, MOST_MANIFEST + 1)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            what = f"the folder has no {MANIFEST}" if folder.exists() else "there is no such folder"
+            raise StoreMissingError(
+                f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
+            ) from None
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+        raise
+    if len(text) > MOST_MANIFEST:
+        raise StoreDamagedError(f"{path} is no dualform manifest: it has more than {MOST_MANIFEST:,} bytes.")
+    return text
 
 
 def _check_version(folder: Path, version: object) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dualform.store.format import Chunk, Manifest, Totals, checksum, compact_json
+from dualform.store.format import Chunk, Manifest, Totals, checksum, compact_json, shortened
 
 LABEL = "dualform"
 """The name of the label in a file's metadata."""
@@ -46,7 +46,7 @@ class Labels:
         if label.get("run") != self._manifest.run:
             raise ValueError("it belongs to another run")
         if label.get("file") != name:
-            raise ValueError(f"it was written as {_short(label.get('file'))}")
+            raise ValueError(f"it was written as {shortened(label.get('file'))}")
         layers = _count(label.get("layers"), len(self._manifest.layers))
         parameters = _count(label.get("parameters"), len(self._manifest.parameters))
         if label.get("layout") != self._layout(layers, parameters):
@@ -147,9 +147,4 @@ def _count(value: object, most: int) -> int:
 
 
 def _difference(field: str, written: object, said: object) -> str:
-    return f"it was written with {field} = {_short(written)}, the manifest says {_short(said)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return f"it was written with {field} = {shortened(written)}, the manifest says {shortened(said)}"

@@ -1,4 +1,4 @@
-"""The lock on a store's folder: one writer at a time, and never a forked child of it.
+"""Who may write a store's folder: one writer at a time, never a forked child of it, and only a recording is overwritten.
 
 `flock` belongs to the open file, which a forked child shares with its parent (a DataLoader worker, for example). So the lock is
 released explicitly and not by closing the file, and a child closes its copy right after the fork: otherwise it would keep the folder
@@ -7,14 +7,16 @@ locked after its parent was killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dualform.errors import StoreExistsError
-from dualform.store.access import open_lock, writing
-from dualform.store.format import LOCK
+from dualform.errors import StoreDamagedError, StoreExistsError
+from dualform.store.files import LocalFiles, open_lock, reading, writing
+from dualform.store.format import LOCK, MANIFEST, load_manifest
 
 try:
     import fcntl
@@ -81,3 +83,63 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a store against other writers; it must exist."""
+    load_manifest(folder)
+    lock = FolderLock(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def prepare(folder: Path, *, overwrite: bool) -> None:
+    """Make room for a new store, or say why not. Only a recording is ever overwritten."""
+    files = LocalFiles(folder)
+    with reading(folder):
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
+        names = files.list()
+    if not names:
+        return
+    has_manifest = MANIFEST in names
+    # Without a manifest there are at most the leftovers of a recording that was killed before its first one
+    is_ours = _is_recording(files) if has_manifest else all(_is_part_of_a_store(name) for name in names)
+    if not is_ours:
+        raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
+    if has_manifest and not overwrite:
+        raise StoreExistsError(
+            f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
+        )
+    lock = FolderLock(folder)
+    try:
+        with writing(folder):
+            _remove_recording(files)
+    finally:
+        lock.release()
+
+
+def _is_recording(files: LocalFiles) -> bool:
+    try:
+        return b'"format": "dualform"' in files.read(MANIFEST)
+    except StoreDamagedError:  # no regular file
+        return False
+
+
+def _remove_recording(files: LocalFiles) -> None:
+    """Remove a recording, its manifest first: loss of power never leaves a manifest whose chunks are gone."""
+    files.remove(MANIFEST)
+    files.flush()
+    for name in files.list():
+        if _is_part_of_a_store(name) and name != LOCK:
+            files.remove(name)
+
+
+def _is_part_of_a_store(name: str) -> bool:
+    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST)
+    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(prefixes)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import polars as pl
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
 from dualform.native.picked import Picked
+from dualform.recursions import KINDS
 from dualform.store import tables
-from dualform.store.contents import check_table, check_tensors
+from dualform.store.catalog import Catalog
+from dualform.store.consistency import check_table, check_tensors
 from dualform.store.encoding import STRETCH, Encoded, decode
 from dualform.store.format import (
     NO_ROW,
@@ -28,62 +33,81 @@ from dualform.store.format import (
     chunk_name,
 )
 from dualform.store.labels import Label, chunk_about, require_chunk, require_session
-from dualform.store.mapped import TensorFile
 from dualform.store.memory import give_back
-from dualform.store.moments import Moments
-from dualform.store.schema import schema
-from dualform.store.sealed import Sealed
 from dualform.store.slots import Ints, SlotChunk
+from dualform.store.tables import row_types
+from dualform.store.tensors import TensorFile
 
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
 WHOLE = 1 << 20
-"""A table of so many rows is read as a whole."""
+"""A table of this many rows is read as a whole."""
+
+CACHED_STEPS = 8
+"""Results about this many steps of training are cached at a time: one may take tens of bytes per slot."""
+
+T = TypeVar("T")
 
 
-class Store(Sealed):
+class Store(Catalog):
     """A recording on disk, as far as it is sealed. Threads may share it: what they find out twice is the same."""
 
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
-        """manifest: another one than that on disk, for who knows what they do."""
+        """manifest: another one than that on disk (a resumed run)."""
         super().__init__(folder, manifest)
-        self._decoded = 0
+        self._decoded_bytes = 0
         self._snapshots: dict[int, TensorFile] = {}
         self._written: dict[int, Label] = {}
+        """By chunk: what its files were written with."""
         self._cut_chunks: set[int] = set()
+        """Chunks that a resumed run has cut, whose counts are yet to be checked."""
         self._slot_files: dict[int, TensorFile] = {}
-        self._vectors: dict[tuple[int, int, str], Encoded] = {}
-        self._picked: dict[tuple[int, str], Picked] = {}
+        self._encoded_vectors: dict[tuple[int, int, str], Encoded] = {}
         self._updates: dict[int, pl.DataFrame] = {}
         self._read_rows: dict[int, pl.DataFrame] = {}
-        self._parts = Moments()
-        self._shared: dict[str, bool] = {}
+        self._cache: dict[Hashable, Any] = {}
+        self._cache_by_step: LRUCache[int, dict[Hashable, Any]] = LRUCache(CACHED_STEPS)
+        self._cache_lock = Lock()
+
+    def cached(self, key: Hashable, compute: Callable[[], T], end_step: int | None = None) -> T:
+        """Return what `compute` returned the first time. end_step: the step that it is about; None: it holds for the whole store.
+
+        Two threads may compute the same result at the same time; both are right, and one of them stays.
+        """
+        results = self._cache
+        if end_step is not None:
+            with self._cache_lock:
+                results = self._cache_by_step.setdefault(end_step, {})
+        if key not in results:
+            results[key] = compute()
+        return cast(T, results[key])
 
     @cached_property
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the user's columns; a row's number is its place."""
-        empty = pl.DataFrame(schema=schema(self.manifest.columns))
+        empty = pl.DataFrame(schema=row_types(self.manifest.columns))
         tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
         return pl.concat([empty, *tables_of], rechunk=True)
 
     def _some_rows(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
-        """Rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
+        """Return rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
         if "rows" in vars(self):
             return _taken(self.rows, columns, rows)
         counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
-        home = np.searchsorted(ends := np.cumsum(counts), rows, side="right")
+        ends = np.cumsum(counts)
+        home = np.searchsorted(ends, rows, side="right")
         needed, which = np.unique(home, return_inverse=True)
-        read = self._read_rows  # read once: another thread may begin a new one
-        few = len({*needed.tolist(), *list(read)}) <= len(counts) // 4
-        if counts.sum() <= WHOLE or not few or not len(rows):
+        tables_read = self._read_rows  # fetched once: another thread may begin a new dictionary
+        are_few = len({*needed.tolist(), *list(tables_read)}) <= len(counts) // 4
+        if counts.sum() <= WHOLE or not are_few or not len(rows):
             self._read_rows = {}
             return _taken(self.rows, columns, rows)
         for place in needed.tolist():
-            if place not in read:
-                read[place] = self.rows_in(place)
+            if place not in tables_read:
+                tables_read[place] = self.rows_in(place)
+        joined = pl.concat([tables_read[place] for place in needed.tolist()])
         begin = np.cumsum(counts[needed]) - counts[needed]
-        joined = pl.concat([read[place] for place in needed.tolist()])
         return _taken(joined, columns, begin[which] + rows - (ends - counts)[home])
 
     def _rows_or_nulls(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
@@ -99,7 +123,7 @@ class Store(Sealed):
         """The rows of one chunk."""
         table = self._table(place, ROWS)
         if not table.height:  # columns are not known before the first row
-            return pl.DataFrame(schema=schema(self.manifest.columns))
+            return pl.DataFrame(schema=row_types(self.manifest.columns))
         return table
 
     @cached_property
@@ -135,33 +159,38 @@ class Store(Sealed):
             self.decoded(chunk.chunk.files[SLOTS].size)
 
     def addresses(self, name: str, *, begin_step: int = 0, end_step: int | None = None) -> Iterator[SlotChunk]:
-        """The same, for who reads no keys and error signals."""
-        parts = self._parts.get(end_step, name, lambda: self._addresses(name, end_step))
-        return (part for part in parts if part.chunk.end_step > begin_step)
+        """The same, for callers that read no keys and error signals."""
+        chunks = self.cached(("addresses", name), lambda: self._addresses(name, end_step), end_step)
+        return (chunk for chunk in chunks if chunk.chunk.end_step > begin_step)
 
     def _addresses(self, name: str, end_step: int | None) -> list[SlotChunk]:
-        number, layer = self.layer(name)
         found = []
         for place, chunk in enumerate(self.manifest.chunks):
             if end_step is not None and chunk.first_step >= end_step:
                 break
-            if chunk.slots[number]:
-                found.append(self._slot_chunk(place, number, layer, end_step))
+            slots = self.chunk_of(name, place, end_step)
+            if slots is not None:
+                found.append(slots)
         return found
 
-    def _slot_chunk(self, place: int, number: int, layer: Layer, end_step: int | None) -> SlotChunk:
+    def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
+        """Return a layer's slots in one chunk; None if it has none there."""
+        number, layer = self.layer(name)
+        chunk = self.manifest.chunks[place]
+        if not chunk.slots[number]:
+            return None
         file = self._chunk_file(place)
         first_slots, first_keys = self._offsets
         return SlotChunk(
-            self,
-            file,
-            number,
-            layer,
-            int(first_slots[place, number]),
-            int(first_keys[place, number]) + self.manifest.chunks[place].keys[number],
-            self.manifest.chunks[place],
-            self._written[place],
-            end_step,
+            store=self,
+            file=file,
+            number=number,
+            layer=layer,
+            first_slot=int(first_slots[place, number]),
+            end_key=int(first_keys[place, number]) + chunk.keys[number],
+            chunk=chunk,
+            written=self._written[place],
+            end_step=end_step,
         )
 
     @cached_property
@@ -173,19 +202,11 @@ class Store(Sealed):
         return slots.cumsum(axis=0) - slots, keys.cumsum(axis=0) - keys
 
     def decoded(self, nbytes: int) -> None:
-        """To be told when so many bytes of a chunk have been decoded and let go of: then and now, memory is given back."""
-        self._decoded += nbytes
-        if self._decoded >= READ_BYTES:
+        """Take note that this many bytes of a chunk have been decoded and released. Returns memory to the system now and then."""
+        self._decoded_bytes += nbytes
+        if self._decoded_bytes >= READ_BYTES:
             give_back()
-            self._decoded = 0
-
-    def chunk_of(self, name: str, place: int, end_step: int | None = None) -> SlotChunk | None:
-        """A layer's slots in one chunk; None if it has none there."""
-        number, layer = self.layer(name)
-        chunks = self.manifest.chunks
-        if not chunks[place].slots[number]:
-            return None
-        return self._slot_chunk(place, number, layer, end_step)
+            self._decoded_bytes = 0
 
     def users(self, parameter: str) -> list[Layer]:
         """The layers whose slots make up a parameter."""
@@ -197,19 +218,20 @@ class Store(Sealed):
 
     def has_equal_keys(self, name: str) -> bool:
         """Whether slots share stored keys; else the key of a slot has the slot's own number."""
-        if name not in self._shared:
-            number, layer = self.layer(name)
-            fewer = any(chunk.keys[number] != chunk.slots[number] for chunk in self.manifest.chunks)
-            # As many need not be the same: a chunk that was cut (a resumed run) has all its keys, and only some of its slots
-            self._shared[name] = layer.form == "vectors" and (fewer or not self._in_order(name))
-        return self._shared[name]
+        return self.cached(("has equal keys", name), lambda: self._find_equal_keys(name))
 
-    def _in_order(self, name: str) -> bool:
-        """Whether each slot has the key of its own number, where there are as many keys as slots in each chunk."""
-        return all(
-            chunk.key_numbers is None or np.array_equal(chunk.key_numbers, chunk.first_slot + np.arange(chunk.slots))
-            for chunk in self.addresses(name)
-        )
+    def _find_equal_keys(self, name: str) -> bool:
+        number, layer = self.layer(name)
+        if layer.form != "vectors":
+            return False
+        if any(chunk.keys[number] != chunk.slots[number] for chunk in self.manifest.chunks):
+            return True
+        # As many need not be the same: a chunk that was cut (a resumed run) has all its keys, and only some of its slots
+        for chunk in self.addresses(name):
+            own = chunk.first_slot + np.arange(chunk.slots)
+            if chunk.key_numbers is not None and not np.array_equal(chunk.key_numbers, own):
+                return True
+        return False
 
     def key_count(self, name: str) -> int:
         """How many keys a layer has in store: fewer than slots, where equal keys are stored once."""
@@ -235,17 +257,19 @@ class Store(Sealed):
                 yield first + low, decode(chunk.data[here], chunk.scales(here), dtype, out)
 
     def stored(self, name: str, what: str) -> Iterator[tuple[int, Encoded]]:
-        """The keys or error signals of a layer as they are stored: what = "key" or "error"."""
+        """Yield the keys or error signals of a layer as they are stored, chunk by chunk: (number of the first, vectors).
+
+        what: "key" or "error".
+        """
         number, _ = self.layer(name)
         first = 0
         for place, count in enumerate(self._counts(number, what)):
             if count:
-                chunk = self._encoded(place, number, what)
-                yield first, Encoded(chunk.data[:count], chunk.scales(slice(0, count)))
+                yield first, self._encoded(place, number, what).first_vectors(count)
             first += count
 
     def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d).
+        """Return keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d).
 
         out: memory to use for it.
         """
@@ -257,42 +281,43 @@ class Store(Sealed):
         layer = self.manifest.layers[number]
         width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
         gathered = torch.empty(len(wanted), width, dtype=dtype) if out is None else out
-        if bool((np.diff(home) >= 0).all()):  # in order: each chunk's come together
-            cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
-            rows = torch.from_numpy(wanted - (ends - counts)[home])
-            for low, high in pairwise(cuts if len(home) else []):
-                self._encoded(int(home[low]), number, what).decoded(rows[low:high], gathered[low:high])
+        if not bool((np.diff(home) >= 0).all()):
+            order = np.argsort(home, kind="stable")
+            gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
             return gathered
-        order = np.argsort(home, kind="stable")
-        gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
+        # In order, each chunk's vectors come together
+        rows = torch.from_numpy(wanted - (ends - counts)[home])
+        cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
+        for low, high in pairwise(cuts if len(home) else []):
+            self._encoded(int(home[low]), number, what).decoded(rows[low:high], gathered[low:high])
         return gathered
 
     def picked(self, number: int, what: str) -> Picked:
-        """All of them, for who multiplies some with few queries."""
-        if (number, what) not in self._picked:
-            every = (
-                (self._encoded(place, number, what), count)
-                for place, count in enumerate(self._counts(number, what))
-                if count
-            )
-            self._picked[number, what] = Picked(
-                [(chunk.data[:count], chunk.scales(slice(0, count))) for chunk, count in every]
-            )
-        return self._picked[number, what]
+        """Return all keys or error signals of a layer, for random access with few queries."""
+        return self.cached(("picked", number, what), lambda: self._find_picked(number, what))
+
+    def _find_picked(self, number: int, what: str) -> Picked:
+        tables_of_vectors = []
+        for place, count in enumerate(self._counts(number, what)):
+            if count:
+                vectors = self._encoded(place, number, what).first_vectors(count)
+                tables_of_vectors.append((vectors.data, vectors.exponents))
+        return Picked(tables_of_vectors)
 
     def _counts(self, number: int, what: str) -> list[int]:
         return [(chunk.keys if what == "key" else chunk.slots)[number] for chunk in self.manifest.chunks]
 
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
-        known = self._vectors.get((place, number, what))
-        if known is None:
-            file, name = self._chunk_file(place), f"{number}.{what}_exponents"
+        """Return a layer's vectors in one chunk, without exponents if all of them are zero."""
+        vectors = self._encoded_vectors.get((place, number, what))
+        if vectors is None:
+            file = self._chunk_file(place)
+            name = f"{number}.{what}_exponents"
             exponents = file[name] if name in file else None
-            scaled = exponents is not None and bool(exponents.any())
-            known = self._vectors[place, number, what] = Encoded(
-                file[f"{number}.{what}s"], exponents if scaled else None
-            )
-        return known
+            is_scaled = exponents is not None and bool(exponents.any())
+            vectors = Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
+            self._encoded_vectors[place, number, what] = vectors
+        return vectors
 
     def _chunk_file(self, place: int) -> TensorFile:
         """The slots of a chunk, once their label and their shapes are known to fit the manifest."""
@@ -415,7 +440,7 @@ class Store(Sealed):
         path = _path(place, name)
         table = self._read_table(path, chunk.files[name], lambda label: self._check_place(place, label))
         try:
-            check_table(name, table, self.manifest, self._written[place])
+            check_table(name, table, self.manifest, self._written[place], KINDS)
         except ValueError as error:
             raise StoreDamagedError(f"{self.folder / path} is damaged: {error}.") from None
         self._check_cut(place)

@@ -15,12 +15,12 @@ from torch import Tensor
 from dualform.errors import StoreDamagedError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
-from dualform.store.contents import check_blocks
+from dualform.store.consistency import check_blocks
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import NO_ROW, Chunk
 from dualform.store.labels import Label
-from dualform.store.mapped import TensorFile
 from dualform.store.memory import Scratch
+from dualform.store.tensors import TensorFile
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import shutil
 import threading
 import time
 import weakref
@@ -18,36 +17,57 @@ from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
+import polars as pl
 from torch import Tensor
 
 from dualform.errors import WriterError
 from dualform.layers.streams import Layer
 from dualform.store import tables
-from dualform.store.access import cure_of, writing
-from dualform.store.chunks import slot_tensors
-from dualform.store.equal import EqualKeys
-from dualform.store.folder import flush_folder, publish, write_table
+from dualform.store.chunks import EqualKeys, slot_tensors
+from dualform.store.files import Files, LocalFiles, cure_of, writing
 from dualform.store.format import (
     CHUNK_FILES,
+    MANIFEST,
     ROWS,
     SLOTS,
     STEPS,
+    SUMS,
     UPDATES,
     Chunk,
     Column,
+    Grouping,
     Manifest,
     Parameter,
     Snapshot,
+    Totals,
     chunk_name,
+    groups_name,
     snapshot_name,
+    totals_name,
 )
-from dualform.store.labels import Labels, chunk_about
+from dualform.store.labels import Labels, chunk_about, totals_about
 from dualform.store.lock import FolderLock
 from dualform.store.memory import Pool
 from dualform.store.reader import Store
 from dualform.store.records import Step
-from dualform.store.sums import NewTotals, write_totals
-from dualform.store.tensor_writer import write_tensors
+from dualform.store.tables import write_table
+from dualform.store.tensors import write_tensors
+
+
+@dataclass(frozen=True)
+class NewTotals:
+    """All totals after `step` updates: tensors, and for each grouping the table of its groups."""
+
+    step: int
+    rows: int
+    groupings: Sequence[Grouping]
+    tensors: dict[str, Tensor]
+    groups: Sequence[pl.DataFrame]
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they take, roughly."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,8 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._waiting: list[Step] = []
         """Steps that are yet to be handed to the background thread."""
-        self._waiting_bytes, self._turn_bytes = 0, min(chunk_bytes, queue_bytes) // 4
+        self._waiting_bytes = 0
+        self._turn_bytes = min(chunk_bytes, queue_bytes) // 4
         self._next_step = manifest.end_step
         self._handed_over = 0
         """How many bytes the background thread was given."""
@@ -128,7 +149,8 @@ class Writer:
             with writing(folder):
                 self._background.add_snapshot(manifest.end_step, weights)
             thread = threading.Thread(target=self._background.run, name="dualform-writer", daemon=True)
-            self._inbox, self._thread = inbox, thread
+            self._inbox = inbox
+            self._thread = thread
             # A writer that is dropped without being closed (an exception while a recorder is made) ends its thread
             self._finalizer = weakref.finalize(self, inbox.put, STOP)
             self._finalizer.atexit = False
@@ -260,7 +282,6 @@ class _Background:
         chunk_bytes: int,
         seal_seconds: float,
     ):
-        self.folder = folder
         self.manifest = manifest
         self.columns = manifest.columns
         """Of the rows; set by whoever hands over steps."""
@@ -271,8 +292,12 @@ class _Background:
         """How many of the bytes that were handed over are on the disk, or no longer needed."""
         self.progress: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Gets an entry whenever that number grows."""
-        self._pool, self._lock, self._inbox = pool, lock, inbox
-        self._chunk_bytes, self._seal_seconds = chunk_bytes, seal_seconds
+        self._files = LocalFiles(folder)
+        self._pool = pool
+        self._lock = lock
+        self._inbox = inbox
+        self._chunk_bytes = chunk_bytes
+        self._seal_seconds = seal_seconds
         self._labels = Labels(manifest)
         self._equal = _equal_keys(folder, manifest)
         self._slots = [sum(chunk.slots[n] for chunk in manifest.chunks) for n in range(len(manifest.layers))]
@@ -280,7 +305,7 @@ class _Background:
         self._steps: list[Step] = []
         self._steps_bytes = 0
         self._next_step = manifest.end_step
-        self._next_row = manifest.chunks[-1].first_row + manifest.chunks[-1].rows if manifest.chunks else 0
+        self._next_row = sum(chunk.rows for chunk in manifest.chunks)
         self._sealed_at = time.monotonic()
 
     def run(self) -> None:
@@ -289,7 +314,7 @@ class _Background:
             self._write_until_the_end()
         except BaseException as failure:
             with contextlib.suppress(OSError):
-                shutil.rmtree(self.folder / f".{chunk_name(len(self.manifest.chunks))}", ignore_errors=True)
+                self._files.remove(_unfinished(chunk_name(len(self.manifest.chunks))))
             self.failure = failure
         try:
             self._lock.release()
@@ -342,9 +367,11 @@ class _Background:
             manifest = self.manifest
             if moment.weights is not None:
                 manifest = self._with_snapshot(moment.step, moment.weights)
-            if moment.totals is not None:
-                manifest = write_totals(self.folder, replace(manifest, columns=self.columns), moment.totals)
-            self._publish(manifest)
+            if moment.totals is None:
+                self._publish(manifest)
+            else:
+                manifest = replace(manifest, columns=self.columns)
+                self.manifest = write_totals(self._files, manifest, moment.totals)
         self._release(moment.nbytes)
         self._remove_old_snapshots()
 
@@ -370,17 +397,7 @@ class _Background:
     def _seal(self, ended: str | None = None, also_left_out: Mapping[str, str] = MappingProxyType({})) -> None:
         if not self._steps and ended is None:
             return
-        inexact = dict(self.manifest.inexact)
-        for step in self._steps:
-            for layer, mark in step.marks.items():
-                inexact.setdefault(layer, mark)  # the first one counts
-        rows = dict(self.manifest.rows)
-        for step in self._steps:
-            rows |= step.row_evidence
-        left_out = {**self.manifest.left_out, **also_left_out}
-        manifest = replace(
-            self.manifest, columns=self.columns, ended=ended, inexact=inexact, rows=rows, left_out=left_out
-        )
+        manifest = self._with_findings(ended, also_left_out)
         if self._steps and manifest.keep != "totals":
             chunk = self._write_chunk(len(manifest.chunks), self.columns)
             manifest = replace(manifest, chunks=(*manifest.chunks, chunk))
@@ -389,56 +406,104 @@ class _Background:
             for block in step.blocks:
                 block.give_back(self._pool)
         self._release(self._steps_bytes)
-        self._steps, self._steps_bytes, self._sealed_at = [], 0, time.monotonic()
+        self._steps = []
+        self._steps_bytes = 0
+        self._sealed_at = time.monotonic()
+
+    def _with_findings(self, ended: str | None, also_left_out: Mapping[str, str]) -> Manifest:
+        """Return the manifest with what the collected steps say about layers."""
+        inexact = dict(self.manifest.inexact)
+        rows = dict(self.manifest.rows)
+        for step in self._steps:
+            inexact = {**step.marks, **inexact}  # the first mark of a layer counts, and the last evidence
+            rows |= step.row_evidence
+        left_out = {**self.manifest.left_out, **also_left_out}
+        return replace(self.manifest, columns=self.columns, ended=ended, inexact=inexact, rows=rows, left_out=left_out)
 
     def _write_chunk(self, number: int, columns: Sequence[Column]) -> Chunk:
+        name = chunk_name(number)
+        unfinished = _unfinished(name)
+        self._files.remove(unfinished)
         steps = self._steps
-        unfinished = self.folder / f".{chunk_name(number)}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        rows = tables.rows_table(steps, columns)
         first_keys = [equal.stored for equal in self._equal]
         tensors, slots = slot_tensors(steps, self._equal)
         keys = tuple(equal.stored - before for equal, before in zip(self._equal, first_keys, strict=True))
-        chunk = Chunk(steps[0].number, steps[-1].number + 1, self._next_row, rows.height, slots, keys, files={})
+        parts = {
+            ROWS: tables.rows_table(steps, columns),
+            UPDATES: tables.updates_table(steps),
+            STEPS: tables.steps_table(steps),
+        }
+        rows = parts[ROWS].height
+        chunk = Chunk(steps[0].number, steps[-1].number + 1, self._next_row, rows, slots, keys, files={})
         place = chunk_about(chunk, self._slots, first_keys)
-        labels = {name: self._labels.write(f"{chunk_name(number)}/{name}", place) for name in CHUNK_FILES}
-        files = {SLOTS: write_tensors(unfinished / SLOTS, tensors, labels[SLOTS])}
-        for name, table in (
-            (ROWS, rows),
-            (UPDATES, tables.updates_table(steps)),
-            (STEPS, tables.steps_table(steps)),
-        ):
-            files[name] = write_table(unfinished / name, table, labels[name])
-        flush_folder(unfinished)
-        shutil.rmtree(self.folder / chunk_name(number), ignore_errors=True)  # left by a run that was resumed earlier
-        unfinished.rename(self.folder / chunk_name(number))
-        self._next_row += rows.height
+        labels = {file: self._labels.write(f"{name}/{file}", place) for file in CHUNK_FILES}
+        files = {SLOTS: write_tensors(self._files, f"{unfinished}/{SLOTS}", tensors, labels[SLOTS])}
+        for file, table in parts.items():
+            files[file] = write_table(self._files, f"{unfinished}/{file}", table, labels[file])
+        self._files.publish(unfinished, name)
+        self._next_row += rows
         self._slots = [before + new for before, new in zip(self._slots, slots, strict=True)]
         return replace(chunk, files=files)
 
-    def _with_snapshot(self, step: int, tensors: dict[str, Tensor]) -> Manifest:
-        """Write a snapshot; gives the manifest that names it."""
+    def _with_snapshot(self, step: int, weights: dict[str, Tensor]) -> Manifest:
+        """Write a snapshot; returns the manifest that names it."""
         if any(snapshot.step == step for snapshot in self.manifest.snapshots):
             return self.manifest  # the same weights; a named file is never written again
         name = snapshot_name(step)
-        label = self._labels.write(name, {})
-        file = write_tensors(self.folder / f".{name}", {key: [t.numpy()] for key, t in tensors.items()}, label)
-        (self.folder / f".{name}").replace(self.folder / name)
+        tensors = {key: [tensor.numpy()] for key, tensor in weights.items()}
+        file = write_tensors(self._files, _unfinished(name), tensors, self._labels.write(name, {}))
+        self._files.publish(_unfinished(name), name)
         kept = self.manifest.snapshots
         if self.manifest.keep == "totals":  # disk does not grow with the number of steps
-            kept = tuple(s for s in kept if s.step == 0)
+            kept = tuple(snapshot for snapshot in kept if snapshot.step == 0)
         return replace(self.manifest, snapshots=(*kept, Snapshot(step, file)))
 
     def _remove_old_snapshots(self) -> None:
         named = {snapshot_name(snapshot.step) for snapshot in self.manifest.snapshots}
-        for path in self.folder.glob("snapshot-*.safetensors"):
-            if path.name not in named:
-                path.unlink(missing_ok=True)
+        for name in self._files.list():
+            if name.startswith("snapshot-") and name not in named:
+                self._files.remove(name)
 
     def _publish(self, manifest: Manifest) -> None:
-        publish(self.folder, manifest)
+        publish_manifest(self._files, manifest)
         self.manifest = manifest
+
+
+def _unfinished(name: str) -> str:
+    """Return the name under which a file or folder is written until it is complete."""
+    return f".{name}"
+
+
+def publish_manifest(files: Files, manifest: Manifest) -> None:
+    """Replace the manifest. Everything that it names must be published before."""
+    files.write(_unfinished(MANIFEST), manifest.dump())
+    files.publish(_unfinished(MANIFEST), MANIFEST)
+
+
+def write_totals(files: Files, manifest: Manifest, new: NewTotals) -> Manifest:
+    """Write totals into a folder of their own, and publish and return the manifest that names it. Those before are removed."""
+    number = manifest.totals.number + 1 if manifest.totals else 0
+    folder = totals_name(number)
+    unfinished = _unfinished(folder)
+    files.remove(unfinished)
+    totals = Totals(number, new.step, new.rows, tuple(new.groupings), files={})
+    labels = Labels(manifest)
+    about = totals_about(totals)
+    tensors = {name: [tensor.numpy()] for name, tensor in new.tensors.items()}
+    label = labels.write(f"{folder}/{SUMS}", about)
+    written = {SUMS: write_tensors(files, f"{unfinished}/{SUMS}", tensors, label)}
+    for grouping, table in enumerate(new.groups):
+        name = groups_name(grouping)
+        label = labels.write(f"{folder}/{name}", about)
+        written[name] = write_table(files, f"{unfinished}/{name}", table, label)
+    files.publish(unfinished, folder)
+    manifest = replace(manifest, totals=replace(totals, files=written))
+    publish_manifest(files, manifest)
+    for name in files.list():
+        if name.startswith("totals-") and name != folder:
+            with contextlib.suppress(OSError):  # a reader may be using them
+                files.remove(name)
+    return manifest
 
 
 def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:

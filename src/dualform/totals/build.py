@@ -15,14 +15,13 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
-from dualform.store.access import writing
-from dualform.store.folder import locked
+from dualform.store.files import LocalFiles, writing
 from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
+from dualform.store.lock import locked
 from dualform.store.reader import Store
-from dualform.store.schema import schema
 from dualform.store.slots import SlotChunk
-from dualform.store.sums import NewTotals, write_totals
-from dualform.store.tables import factor_table, settings_of
+from dualform.store.tables import factor_table, row_types, settings_of
+from dualform.store.writer import NewTotals, write_totals
 from dualform.totals.fold import OF, Accumulated, Ints, Piece, Updates
 from dualform.totals.groups import Numbering
 
@@ -68,7 +67,7 @@ def build_totals(
         groupings = [*others, Grouping(columns, kind)]
         totals = _fold(store, groupings, progress)
         with writing(folder):
-            write_totals(folder, store.manifest, totals)
+            write_totals(LocalFiles(folder), store.manifest, totals)
 
 
 def _fold(store: Store, groupings: Sequence[Grouping], progress: Progress | None) -> NewTotals:
@@ -88,7 +87,7 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Progress | None
     if progress is not None:
         progress("totals", work, work)
     counts = [len(numbering) for numbering in numberings]
-    types = schema([Column(c.name, c.type, "row") for c in store.manifest.columns])
+    types = row_types([Column(c.name, c.type, "row") for c in store.manifest.columns])
     tables = [numbering.table(types) for numbering in numberings]
     return NewTotals(store.end_step, store.rows.height, groupings, sums.tensors(counts), tables)
 

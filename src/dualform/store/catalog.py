@@ -1,11 +1,12 @@
-"""The files of a store that are no chunks, found by its manifest alone: for who reads them with or without PyTorch."""
+"""What a store holds beside its chunks, found by the manifest alone: snapshots, totals, tables. Works without PyTorch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +22,8 @@ from dualform.errors import (
     UnknownLayerError,
 )
 from dualform.layers.streams import Layer
-from dualform.store.access import check_regular, read_regular, reading
-from dualform.store.checked import CheckedFile, read_label
 from dualform.store.consistency import check_manifest, table_limit
+from dualform.store.files import Files, LocalFiles
 from dualform.store.format import (
     SUMS,
     Column,
@@ -32,26 +32,32 @@ from dualform.store.format import (
     Totals,
     checksum,
     groups_name,
-    load_manifest,
+    read_manifest,
     snapshot_name,
     totals_name,
 )
 from dualform.store.labels import LABEL, Label, Labels, require_equal, require_session, totals_about
 from dualform.store.parquet import describe
-from dualform.store.schema import schema
+from dualform.store.tables import row_types
+from dualform.store.tensors import CheckedFile, read_label
 
 OPENINGS = 5
-"""A store that changes while it is being opened is opened again, so often at most."""
+"""A store that changes while it is being opened is opened again, at most this many times."""
 
 F = TypeVar("F", bound=CheckedFile[Any])
+FileKind = Callable[[Files, str, File], F]
+"""A class of checked files: ArrayFile, or TensorFile."""
+LabelCheck = Callable[[Label], object]
+"""Raises ValueError unless a label is as expected."""
 
 
-class Sealed:
+class Catalog:
     """A recording on disk: its manifest, and files of the sizes that the manifest says."""
 
     def __init__(self, folder: str | Path, manifest: Manifest | None = None):
-        """manifest: another one than that on disk, for who knows what they do."""
+        """manifest: another one than that on disk (a resumed run)."""
         self.folder = Path(folder)
+        self.files: Files = LocalFiles(folder)
         self._group_tables: dict[int, pl.DataFrame] = {}
         self._table_bytes: dict[str, int] = {}
         self._all_table_bytes = 0
@@ -60,11 +66,11 @@ class Sealed:
             return
         for _ in range(OPENINGS - 1):
             try:
-                self._use(load_manifest(self.folder))
+                self._use(read_manifest(self.files))
             except StoreChangedError:  # between reading the manifest and looking at its files
                 continue
             return
-        self._use(load_manifest(self.folder))
+        self._use(read_manifest(self.files))
 
     def _use(self, manifest: Manifest) -> None:
         """Take a manifest for that of the store, if it fits itself and the files."""
@@ -78,9 +84,11 @@ class Sealed:
         for name, file in self.manifest.files():
             folder = os.path.dirname(name)
             if folder and folder != checked:  # the files of a folder come one after the other
-                self._check_folder(folder)
+                with self._explaining(folder):
+                    self.files.check_folder(folder)
                 checked = folder
-            self._check_size(name, file)
+            with self._explaining(name):
+                self._check_size(name, file)
 
     @property
     def end_step(self) -> int:
@@ -119,17 +127,15 @@ class Sealed:
         """The same, once the labels of all snapshots are known to fit the manifest: which ones there are decides how answers round."""
         for snapshot in self.manifest.snapshots:
             name = snapshot_name(snapshot.step)
-            try:
-                label = read_label(self.folder / name, snapshot.file)
+            with self._explaining(name):
+                label = read_label(self.files, name, snapshot.file)
                 self._check_label(name, label, self._snapshot_check(snapshot.step))
-            except StoreError as error:
-                raise self._explained(name, error) from error.__cause__
         return sorted(snapshot.step for snapshot in self.manifest.snapshots)
 
-    def _snapshot_check(self, step: int) -> Callable[[Label], None]:
+    def _snapshot_check(self, step: int) -> LabelCheck:
         return functools.partial(require_session, sessions=self.manifest.sessions_at(step))
 
-    def open_snapshot(self, kind: Callable[[Path, File], F], step: int) -> F:
+    def open_snapshot(self, kind: FileKind[F], step: int) -> F:
         """The weights, buffers and optimizer state after `step` updates, as a file of this kind."""
         for snapshot in self.manifest.snapshots:
             if snapshot.step == step:
@@ -145,7 +151,7 @@ class Sealed:
                 )
         return opened
 
-    def open_totals(self, kind: Callable[[Path, File], F]) -> F:
+    def open_totals(self, kind: FileKind[F]) -> F:
         """The tensors of the totals, as a file of this kind; totals/fold.py says what they are."""
         totals = self._totals()
         name = f"{totals_name(totals.number)}/{SUMS}"
@@ -165,16 +171,17 @@ class Sealed:
 
     def _check_total(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless a tensor of the totals is of the right shape."""
-        totals = self._totals()
         first, second, *rest = name.split(".")
         if first in ("initial", "now", "rounded", "negative"):
             return
-        groups = totals.files[groups_name(int(first))].lines or 0
+        groups = self._totals().files[groups_name(int(first))].lines or 0
         if second.startswith("p"):
-            lines, expected = groups + ("rest" in rest), self.manifest.parameters[int(second[1:])].shape
+            lines = groups + ("rest" in rest)
+            expected = self.manifest.parameters[int(second[1:])].shape
         else:
-            width = (self.manifest.layers[int(second)].d_in,)
-            lines, expected = groups, width if rest == ["keys"] else ()
+            lines = groups
+            width = self.manifest.layers[int(second)].d_in
+            expected = (width,) if rest == ["keys"] else ()
         if not shape or shape[0] > lines or shape[1:] != expected:
             raise ValueError
 
@@ -184,11 +191,13 @@ class Sealed:
             totals = self._totals()
             file = totals.files[groups_name(grouping)]
             name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
-            types = schema([Column(column.name, column.type, "row") for column in self.manifest.columns])
+            types = row_types([Column(column.name, column.type, "row") for column in self.manifest.columns])
             expected = {column: types[column] for column in totals.groupings[grouping].columns}
             table = self._read_table(name, file, self._check_totals)
             if dict(table.schema) != expected:
-                raise StoreDamagedError(f"{self.folder / name} is damaged: its columns are not those of the manifest.")
+                raise StoreDamagedError(
+                    f"{self.files.path(name)} is damaged: its columns are not those of the manifest."
+                )
             self._group_tables[grouping] = table
         return self._group_tables[grouping]
 
@@ -213,32 +222,27 @@ class Sealed:
             )
         return self.manifest.totals
 
-    def _open(self, kind: Callable[[Path, File], F], name: str, file: File, check: Callable[[Label], object]) -> F:
-        """Open a file of tensors, by its path within the store. check: what to ask of its label."""
-        try:
-            opened = kind(self.folder / name, file)
+    def _open(self, kind: FileKind[F], name: str, file: File, check: LabelCheck) -> F:
+        """Open a file of tensors, by its name in the store. check: what to ask of its label."""
+        with self._explaining(name):
+            opened = kind(self.files, name, file)
             self._check_label(name, opened.label, check)
-        except StoreError as error:
-            raise self._explained(name, error) from error.__cause__
         return opened
 
-    def _read_table(self, name: str, file: File, check: Callable[[Label], object]) -> pl.DataFrame:
-        """Read a table, by its path within the store. check: what to ask of its label."""
-        path = self.folder / name
-        try:
-            with reading(path):
-                data = read_regular(path)
+    def _read_table(self, name: str, file: File, check: LabelCheck) -> pl.DataFrame:
+        """Read a table, by its name in the store. check: what to ask of its label."""
+        path = self.files.path(name)
+        with self._explaining(name):
+            data = self.files.read(name)
             if checksum(data) != file.checksum:
                 raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
             self._check_table(name, data, file, check)
-        except StoreError as error:
-            raise self._explained(name, error) from error.__cause__
         try:
             return pl.read_parquet(io.BytesIO(data))
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
             raise StoreDamagedError(f"{path} is damaged: Polars cannot read it ({error}).") from None
 
-    def _check_table(self, name: str, data: bytes, file: File, check: Callable[[Label], object]) -> None:
+    def _check_table(self, name: str, data: bytes, file: File, check: LabelCheck) -> None:
         """Compare what a table says about itself with the manifest, before any of it is decoded."""
         path = self.folder / name
         try:
@@ -259,38 +263,33 @@ class Sealed:
                 f"{path} is damaged: with the tables that were read before, it would take more than {most:,} bytes of memory."
             )
 
-    def _check_label(self, name: str, text: str | None, check: Callable[[Label], object]) -> None:
+    def _check_label(self, name: str, text: str | None, check: LabelCheck) -> None:
         try:
             check(self._labels.read(text, name))
         except ValueError as error:
-            raise StoreDamagedError(f"{self.folder / name} is not the file that the manifest names: {error}.") from None
-
-    def _check_folder(self, name: str) -> None:
-        path = self.folder / name
-        try:
-            with reading(path):
-                check_regular(path, os.lstat(path), folder=True)
-        except StoreError as error:
-            raise self._explained(name, error) from error.__cause__
+            raise StoreDamagedError(
+                f"{self.files.path(name)} is not the file that the manifest names: {error}."
+            ) from None
 
     def _check_size(self, name: str, file: File) -> None:
-        path = self.folder / name
+        size = self.files.size(name)
+        if size != file.size:
+            raise StoreDamagedError(
+                f"{self.files.path(name)} is damaged: it has {size:,} bytes, the manifest says {file.size:,}."
+            )
+
+    @contextlib.contextmanager
+    def _explaining(self, name: str) -> Iterator[None]:
+        """Say why a file is not as the manifest says: has the recording changed since it was opened, or is the file damaged?"""
         try:
-            with reading(path):
-                status = os.lstat(path)
-            check_regular(path, status)
-            if status.st_size != file.size:
-                raise StoreDamagedError(
-                    f"{path} is damaged: it has {status.st_size:,} bytes, the manifest says {file.size:,}."
-                )
+            yield
         except StoreError as error:
             raise self._explained(name, error) from error.__cause__
 
     def _explained(self, name: str, error: StoreError) -> StoreError:
-        """Why a file is not as the manifest says: has the recording changed since the manifest was read, or is the file damaged?"""
         again = "Open it again."
         try:
-            now = load_manifest(self.folder)
+            now = read_manifest(self.files)
         except StoreMissingError:
             return StoreChangedError(
                 f"{self.folder} has no manifest any more: the recording is being overwritten, or was removed, since it was opened."
@@ -301,14 +300,17 @@ class Sealed:
             return StoreChangedError(
                 f"another recording has replaced that in {self.folder} since it was opened. {again}"
             )
-        before = [file for known, file in self.manifest.files() if known == name or known.startswith(f"{name}/")]
-        after = [file for known, file in now.files() if known == name or known.startswith(f"{name}/")]
-        if before != after:
+        if _files_of(self.manifest, name) != _files_of(now, name):
             return StoreChangedError(
                 f"the recording in {self.folder} has changed since it was opened ({name} is another one now): it was resumed from an "
                 f"earlier step, or its totals were built again. {again}"
             )
         return error
+
+
+def _files_of(manifest: Manifest, name: str) -> list[File]:
+    """Return what a manifest says of a file, or of the files in a folder."""
+    return [file for known, file in manifest.files() if known == name or known.startswith(f"{name}/")]
 
 
 def _padded(manifest: Manifest) -> Manifest:

@@ -1,8 +1,8 @@
 import torch
 
-from dualform.store import equal as equal_keys
+from dualform.store import chunks
+from dualform.store.chunks import EqualKeys
 from dualform.store.encoding import encode
-from dualform.store.equal import EqualKeys
 
 
 def test_equal_keys_get_one_number_and_new_ones_the_next():
@@ -38,7 +38,7 @@ def test_stored_keys_keep_their_numbers_when_they_are_learned_again():
 
 
 def test_keys_that_never_come_again_are_no_longer_compared(monkeypatch):
-    monkeypatch.setattr(equal_keys, "PATIENCE", 100)
+    monkeypatch.setattr(chunks, "PATIENCE", 100)
     equal = EqualKeys()
     keys = encode(torch.randn(200, 3), "float16")
     assert equal.number(keys, may_repeat=True)[0].tolist() == list(range(200))

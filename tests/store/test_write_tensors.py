@@ -12,9 +12,11 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 
 import dualform
-from dualform.store import tensor_writer
+from dualform.store import files
+from dualform.store import tensors as tensors_module
+from dualform.store.files import BLOCK, DIRECT_FROM, HOT, JOINED, STAGE, LocalFiles
 from dualform.store.format import File
-from dualform.store.tensor_writer import BLOCK, DIRECT_FROM, HOT, JOINED, NAMES, STAGE, write_tensors
+from dualform.store.tensors import NAMES
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -34,13 +36,17 @@ def plain(tensors):
     text = json.dumps(listed, separators=(",", ":")).encode()
     header["__metadata__"]["dualform.directory"] = xxhash.xxh3_64_hexdigest(text)
     head = json.dumps(header, separators=(",", ":"))
-    head = (head + " " * (-(8 + len(head)) % (BLOCK if len(data) >= tensor_writer.DIRECT_FROM else 8))).encode()
+    head = (head + " " * (-(8 + len(head)) % (BLOCK if len(data) >= files.DIRECT_FROM else 8))).encode()
     return len(head).to_bytes(8, "little") + head + data
+
+
+def write(path, some):
+    return tensors_module.write_tensors(LocalFiles(path.parent), path.name, some)
 
 
 def check(path, tensors):
     """The file is as expected to the byte, and the library finds in it what was given."""
-    written = write_tensors(path, tensors)
+    written = write(path, tensors)
     content, expected = path.read_bytes(), plain(tensors)
     assert len(content) == len(expected)
     assert content == expected, next(i for i, (a, b) in enumerate(zip(content, expected, strict=True)) if a != b)
@@ -83,7 +89,7 @@ def joined(pieces):
 def direct(tmp_path, monkeypatch):
     """The sizes of the direct writes; skips where there are none."""
     with (tmp_path / "probe").open("wb") as file:
-        if not tensor_writer._set_direct(file.fileno(), True):
+        if not files._set_direct(file.fileno(), True):
             pytest.skip("this file system knows no direct writes")
     sizes = []
 
@@ -157,7 +163,7 @@ def without_a_call_for_several(patch):
 
 
 def few_in_a_call(patch):
-    patch.setattr(tensor_writer, "PIECES", 2)
+    patch.setattr(files, "PIECES", 2)
 
 
 WAYS = [
@@ -196,7 +202,8 @@ def some_tensors(draw):
 def test_any_tensors_through_a_small_stage(tmp_path_factory, tensors, way):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"DIRECT_FROM": 1, "STAGE": 2 * BLOCK, "HOT": 1000, "JOINED": 100}.items():
-            patch.setattr(tensor_writer, name, value)
+            patch.setattr(files, name, value)
+        patch.setattr(tensors_module, "DIRECT_FROM", 1)
         way(patch)
         check(tmp_path_factory.mktemp("tensors") / "file", tensors)
 
@@ -212,7 +219,7 @@ def test_it_ends_at_a_block_or_beside_it(tmp_path, end, beyond):
 
 
 def test_a_header_longer_than_the_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_writer, "STAGE", 2 * BLOCK)
+    monkeypatch.setattr(files, "STAGE", 2 * BLOCK)
     check(tmp_path / "file", {f"tensor {i}": [noise((i, 5), "float64")] for i in range(500)})
 
 
@@ -272,7 +279,7 @@ def calls(direct, monkeypatch):
 
 
 def test_nothing_is_copied_that_is_of_whole_blocks_and_all_of_it_goes_in_one_call(tmp_path, calls, monkeypatch):
-    monkeypatch.setattr(tensor_writer, "STAGE", 16 * BLOCK)
+    monkeypatch.setattr(files, "STAGE", 16 * BLOCK)
     large = aligned(2 * DIRECT_FROM)
     check(tmp_path / "file", {"a": [large, large[:DIRECT_FROM]], "b": [noise((5,))]})
     here, *others = calls
@@ -281,7 +288,7 @@ def test_nothing_is_copied_that_is_of_whole_blocks_and_all_of_it_goes_in_one_cal
 
 
 def test_so_many_pieces_that_one_call_does_not_take_them(tmp_path, calls, monkeypatch):
-    monkeypatch.setattr(tensor_writer, "JOINED", 1)
+    monkeypatch.setattr(files, "JOINED", 1)
     large = aligned(1100 * BLOCK)  # systems take 1024 at a time
     check(tmp_path / "file", {"a": np.split(large, 1100), "b": [noise((5,))]})
     assert [(len(sizes), directly) for _, sizes, directly in calls[:3]] == [(512, True), (512, True), (76, True)]
@@ -301,7 +308,7 @@ def test_other_errors_are_not_hidden(tmp_path, monkeypatch, number, after):
 
     writing(monkeypatch, fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        write_tensors(tmp_path / "file", {"a": [noise((2 * STAGE + 5,))]})
+        write(tmp_path / "file", {"a": [noise((2 * STAGE + 5,))]})
 
 
 def test_refused_in_the_ordinary_way_too(tmp_path, monkeypatch):
@@ -310,7 +317,7 @@ def test_refused_in_the_ordinary_way_too(tmp_path, monkeypatch):
 
     writing(monkeypatch, fail)
     with pytest.raises(OSError, match="Invalid argument"):
-        write_tensors(tmp_path / "file", {"a": [noise((STAGE,))]})
+        write(tmp_path / "file", {"a": [noise((STAGE,))]})
 
 
 @pytest.mark.parametrize("size", [100, STAGE])
@@ -323,7 +330,7 @@ def test_it_is_flushed_after_the_last_write(tmp_path, monkeypatch, size):
         return write(descriptor, data)
 
     writing(monkeypatch, noted)
-    write_tensors(tmp_path / "file", {"a": [noise((size,))]})
+    write(tmp_path / "file", {"a": [noise((size,))]})
     assert events == ["written"] * (len(events) - 1) + ["flushed"]
 
 

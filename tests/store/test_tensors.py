@@ -9,11 +9,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dualform.errors import StoreDamagedError, StoreError
-from dualform.store.arrays import ArrayFile
-from dualform.store.checked import read_label
+from dualform.store.files import LocalFiles
 from dualform.store.format import File, checksum
-from dualform.store.mapped import TensorFile
-from dualform.store.tensor_writer import write_tensors
+from dualform.store.tensors import ArrayFile, TensorFile, read_label, write_tensors
 
 TABLE = np.arange(70, dtype=np.float32).reshape(10, 7)
 
@@ -25,7 +23,15 @@ KINDS = pytest.mark.parametrize("kind", [TensorFile, ArrayFile])
 def written(tmp_path):
     path = tmp_path / "some.safetensors"
     tensors = {"table": [TABLE], "none": [np.zeros((0, 3), np.float32)], "flags": [np.array([True, False])]}
-    return path, write_tensors(path, tensors)
+    return path, write(path, tensors)
+
+
+def write(path, tensors, label=None):
+    return write_tensors(LocalFiles(path.parent), path.name, tensors, label)
+
+
+def opened(kind, path, file):
+    return kind(LocalFiles(path.parent), path.name, file)
 
 
 def damage(path, place):
@@ -36,7 +42,7 @@ def damage(path, place):
 
 @KINDS
 def test_names_and_content(written, kind):
-    file = kind(*written)
+    file = opened(kind, *written)
     assert list(file) == ["flags", "none", "table"]
     assert "table" in file
     assert "other" not in file
@@ -48,7 +54,7 @@ def test_names_and_content(written, kind):
 @KINDS
 @pytest.mark.parametrize("rows", [1, 3, 10, 11])
 def test_stretches_are_the_tensor(written, kind, rows):
-    file = kind(*written)
+    file = opened(kind, *written)
     for _ in range(2):  # checked, and then known
         found = list(file.stretches("table", rows))
         assert [low for low, _ in found] == list(range(0, 10, rows))
@@ -62,7 +68,7 @@ def test_stretches_are_the_tensor(written, kind, rows):
 def test_damage_is_raised_in_the_place_of_the_last_stretch(written, kind, rows):
     path, file = written
     damage(path, -3)
-    seen, damaged = [], kind(path, file)
+    seen, damaged = [], opened(kind, path, file)
     with pytest.raises(StoreDamagedError, match="the checksum of 'table' does not fit"):
         for low, _ in damaged.stretches("table", rows):
             seen.append(low)
@@ -75,7 +81,7 @@ def test_damage_is_raised_in_the_place_of_the_last_stretch(written, kind, rows):
 def test_a_reader_that_stops_early_has_checked_nothing(written, kind):
     path, file = written
     damage(path, -3)
-    damaged = kind(path, file)
+    damaged = opened(kind, path, file)
     next(damaged.stretches("table", 4))
     with pytest.raises(StoreDamagedError, match="the checksum of 'table' does not fit"):
         damaged["table"]
@@ -87,13 +93,13 @@ def test_a_damaged_header(written, kind, place):
     path, file = written
     damage(path, place)
     with pytest.raises(StoreDamagedError, match="the checksum of its header does not fit"):
-        kind(path, file)
+        opened(kind, path, file)
 
 
 @KINDS
 def test_a_tensor_that_is_not_there(written, kind):
     with pytest.raises(StoreDamagedError, match="it has no tensor 'other'"):
-        list(kind(*written).stretches("other", 1))
+        list(opened(kind, *written).stretches("other", 1))
 
 
 @KINDS
@@ -127,11 +133,11 @@ def test_a_header_that_somebody_has_made_up_is_refused(tmp_path, kind, header):
     path, head = tmp_path / "some.safetensors", len(header).to_bytes(8, "little") + header
     path.write_bytes(head + bytes(64))
     with pytest.raises(StoreDamagedError, match="is damaged"):
-        kind(path, File(len(head) + 64, checksum(head)))["table"]
+        opened(kind, path, File(len(head) + 64, checksum(head)))["table"]
 
 
 def test_a_tensor_outlives_its_file(written):
-    file = TensorFile(*written)
+    file = opened(TensorFile, *written)
     table = file["table"]
     del file
     gc.collect()
@@ -142,17 +148,17 @@ def test_the_library_reads_what_is_written(written):
     """The header is read here, not by the library; it must mean the same to both."""
     path, file = written
     with safe_open(path, "np") as known:
-        assert sorted(known.keys()) == list(ArrayFile(path, file))
+        assert sorted(known.keys()) == list(opened(ArrayFile, path, file))
         np.testing.assert_array_equal(known.get_tensor("table"), TABLE)
 
 
 @KINDS
 def test_labels(tmp_path, kind):
     path = tmp_path / "some.safetensors"
-    file = write_tensors(path, {"table": [TABLE]}, "a label")
-    assert kind(path, file).label == read_label(path, file) == "a label"
-    assert list(kind(path, file)) == ["table"]
-    assert kind(path, write_tensors(path, {"table": [TABLE]})).label is None
+    file = write(path, {"table": [TABLE]}, "a label")
+    assert opened(kind, path, file).label == read_label(LocalFiles(tmp_path), path.name, file) == "a label"
+    assert list(opened(kind, path, file)) == ["table"]
+    assert opened(kind, path, write(path, {"table": [TABLE]})).label is None
 
 
 @KINDS
@@ -160,7 +166,7 @@ def test_another_size_than_the_manifest_says(written, kind):
     path, file = written
     path.write_bytes(path.read_bytes() + b"more")
     with pytest.raises(StoreDamagedError, match="bytes, the manifest says"):
-        kind(path, file)
+        opened(kind, path, file)
 
 
 def test_a_file_that_is_replaced_while_it_is_opened(written, monkeypatch):
@@ -174,7 +180,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(written, monkeypatch):
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced)
     with pytest.raises(StoreDamagedError, match="was replaced while it was being opened"):
-        TensorFile(path, file)
+        opened(TensorFile, path, file)
 
 
 def test_a_file_that_vanishes_while_it_is_opened(written, monkeypatch):
@@ -187,7 +193,7 @@ def test_a_file_that_vanishes_while_it_is_opened(written, monkeypatch):
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", gone)
     with pytest.raises(StoreError, match=r"cannot be mapped into memory.* Try again"):
-        TensorFile(path, file)
+        opened(TensorFile, path, file)
 
 
 @KINDS
@@ -211,4 +217,4 @@ def test_arrays_that_are_not_those_that_were_written(written, kind, change):
     content = path.read_bytes()
     header = content[: 8 + int.from_bytes(content[:8], "little")]
     with pytest.raises(StoreDamagedError, match="its arrays are not those that were written"):
-        kind(path, File(len(content), checksum(header)))
+        opened(kind, path, File(len(content), checksum(header)))
