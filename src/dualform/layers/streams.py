@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+MOST = 2**53
+"""Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+"""A number in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +24,13 @@ class Use:
 
     parameter: str
     role: str
-    rows: tuple[int, ...] = ()
+    rows: tuple[Count, ...] = ()
     """(begin, end) of the parameter's first axis, if it is a part of it."""
-    keys: tuple[int, ...] = ()
+    keys: tuple[Count, ...] = ()
     """(begin, end) of the key, if it is a part of it."""
-    errors: tuple[int, ...] = ()
+    errors: tuple[Count, ...] = ()
     """begin, end, begin, end … of the error signal, if it is a part of it."""
-    groups: int = 1
+    groups: Count = 1
     """Key and error signal fall into so many groups, each with a linear map of its own (convolutions)."""
 
 
@@ -30,12 +38,12 @@ class Use:
 class Geometry:
     """How patches are cut from feature maps: one number for each axis."""
 
-    channels: int
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
+    channels: Count
+    kernel: tuple[Count, ...]
+    stride: tuple[Count, ...]
+    padding: tuple[Count, ...]
     """Before and after each axis."""
-    dilation: tuple[int, ...]
+    dilation: tuple[Count, ...]
     mode: str
     """How the border is filled: zeros, reflect, replicate, circular."""
 
@@ -58,14 +66,14 @@ class Layer:
 
     name: str
     kind: str
-    d_in: int
-    d_out: int
+    d_in: Count
+    d_out: Count
     uses: tuple[Use, ...]
     form: str = "vectors"
     """How keys are stored: vectors, as they are; numbers, the place of the one in a one-hot vector; maps, feature maps from which
     patches are cut; parts, each slot's own part of an elementwise weight's gradient (then there is no key)."""
     geometry: Geometry | None = None
-    outputs: tuple[int, ...] = ()
+    outputs: tuple[Count, ...] = ()
     """The output units whose error signals are kept, if not all are."""
 
     @property

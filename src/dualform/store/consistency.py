@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.layers.streams import Geometry, Layer, Use
+from dualform.layers.streams import MOST, Geometry, Layer, Use
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
     DTYPES,
     KEEPS,
-    MOST,
     NO_ROW,
     ROWS,
     STEPS,

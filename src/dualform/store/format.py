@@ -9,18 +9,17 @@ import dataclasses
 import functools
 import json
 import secrets
-import types
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, StoreVersionError
-from dualform.layers.streams import Layer
+from dualform.layers.streams import Count, Layer
 from dualform.store.files import Files, LocalFiles
 
 VERSION = 4
@@ -35,8 +34,6 @@ KEEPS = ("slots", "keys", "totals")
 DTYPES = ("float32", "float16", "float64")
 MOST_MANIFEST = 256 << 20
 """The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""
-MOST = 2**53
-"""Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")
 NO_ROW = -1
 """The first_row of a block that serves all rows at once (position ids of shape (1, T)): its slots, `positions` of them, have no row."""
@@ -49,7 +46,7 @@ class Parameter:
     """One recorded parameter: its place in the list is its number in chunks and in updates."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
 
 
@@ -66,9 +63,9 @@ class Column:
 class File:
     """What a file must look like: its size, and the checksum of its bytes (of its header, for safetensors)."""
 
-    size: int
+    size: Count
     checksum: str
-    lines: int | None = None
+    lines: Count | None = None
     """How many lines a table has; None for tensors."""
 
 
@@ -77,26 +74,26 @@ class Chunk:
     """A sealed chunk: steps first_step ≤ step < end_step, rows from first_row on; what its files hold beyond does
     not count. By layer number: slots, and keys (fewer, where equal keys are stored once)."""
 
-    first_step: int
-    end_step: int
-    first_row: int
-    rows: int
-    slots: tuple[int, ...]
-    keys: tuple[int, ...]
+    first_step: Count
+    end_step: Count
+    first_row: Count
+    rows: Count
+    slots: tuple[Count, ...]
+    keys: tuple[Count, ...]
     files: dict[str, File]
-    shard: int = 0
+    shard: Count = 0
 
     @functools.cached_property
     def text(self) -> str:
         """As it stands in the manifest: made once, though every new chunk makes a new manifest."""
-        return compact_json(dataclasses.asdict(self))
+        return compact_json(self)
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """All weights, buffers and optimizer state after `step` updates."""
 
-    step: int
+    step: Count
     file: File
 
 
@@ -106,7 +103,7 @@ class Session:
     have the name of an earlier session than those that replace them."""
 
     name: str
-    first_step: int
+    first_step: Count
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,9 @@ class Totals:
     A named file is never written again, so each version has a folder of its own, by number.
     """
 
-    number: int
-    step: int
-    rows: int
+    number: Count
+    step: Count
+    rows: Count
     groupings: tuple[Grouping, ...]
     files: dict[str, File]
 
@@ -135,7 +132,7 @@ class Totals:
 class Mark:
     """From this step on a layer's slots do not explain it."""
 
-    step: int
+    step: Count
     why: str
 
 
@@ -144,8 +141,8 @@ class RowEvidence:
     """Where a layer's input holds the rows, and how that is known: shown by an experiment at a step, or assumed from a step on."""
 
     where: str = ""
-    proved: int | None = None
-    assumed: int | None = None
+    proved: Count | None = None
+    assumed: Count | None = None
     why: str = ""
     """Why it is assumed, if it is."""
 
@@ -162,14 +159,14 @@ class RowEvidence:
 class Manifest:
     """Everything about a store but its numbers."""
 
-    version: int
+    version: Count
     created_by: str
     keep: str
     dtype: str
     layers: tuple[Layer, ...]
     parameters: tuple[Parameter, ...]
     left_out: dict[str, str]
-    batch_axis: dict[str, int]
+    batch_axis: dict[str, Count]
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     """A random name of the run, which all its files have in their headers. A resumed run keeps it."""
     sessions: tuple[Session, ...] = ()
@@ -220,20 +217,20 @@ class Manifest:
                 yield f"{totals_name(self.totals.number)}/{name}", file
 
     def dump(self) -> bytes:
-        """The manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each.
+        """Return the manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each.
 
         `steps` says how many steps are sealed, so that a chunk that is missing at the end is noticed.
         """
-        chunks = [chunk.text for chunk in self.chunks]
-        names = [one.name for one in dataclasses.fields(self) if one.name != "chunks"]
-        texts = {"format": _texts("format", "dualform"), **{name: _texts(name, getattr(self, name)) for name in names}}
-        texts["steps"] = _texts("steps", self.end_step)
-        compact = {name: text for name, (text, _) in texts.items()} | {"chunks": f"[{','.join(chunks)}]"}
-        everything = ",".join(f'"{name}":{compact[name]}' for name in sorted(compact))
-        texts["checksum"] = _texts("checksum", checksum(f"{{{everything}}}".encode()))
-        head = ",\n".join(f' "{name}": {text}' for name, (_, text) in texts.items())
-        lines = ",\n".join(f"  {text}" for text in chunks)
-        return f'{{\n{head},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "chunks"}
+        head = msgspec.to_builtins({"format": "dualform", **fields, "steps": self.end_step})
+        # The digest of the whole, put together from the texts of its parts: those of chunks are known
+        texts = {name: compact_json(value) for name, value in head.items()}
+        texts["chunks"] = f"[{','.join(chunk.text for chunk in self.chunks)}]"
+        whole = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
+        head["checksum"] = checksum(f"{{{whole}}}".encode())
+        head_text = json.dumps(head, indent=1).removesuffix("\n}")
+        lines = ",\n".join(f"  {chunk.text}" for chunk in self.chunks)
+        return f'{head_text},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
 
 
 def chunk_name(number: int) -> str:
@@ -275,25 +272,41 @@ def load_manifest(folder: str | Path) -> Manifest:
 def read_manifest(files: Files) -> Manifest:
     """Read and check the manifest of a store."""
     path = files.path(MANIFEST)
+    text = _manifest_text(files)
     try:
-        data = json.loads(_manifest_text(files))
+        data = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         raise StoreDamagedError(f"{path} is damaged: it is no JSON ({error}).") from None
-    if not isinstance(data, dict) or data.pop("format", None) != "dualform":
+    if not isinstance(data, dict) or data.get("format") != "dualform":
         raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
     _check_version(path.parent, data.get("version"))
     said = data.pop("checksum", None)
+    if said != _digest(data):
+        raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
+    del data["format"]
+    steps = data.pop("steps", None)
     try:
-        if said != _digest({"format": "dualform", **data}):
-            raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
-        steps = data.pop("steps", None)
-        manifest = _build(Manifest, data)
-    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        manifest = _typed_manifest(data)
+    except ValueError as error:
         raise StoreDamagedError(f"{path} is damaged: {error}.") from None
     if steps != manifest.end_step or isinstance(steps, bool):
         raise StoreDamagedError(
             f"{path} is damaged: it says that {steps!r} steps are sealed, but its chunks hold {manifest.end_step}."
         )
+    return manifest
+
+
+def _typed_manifest(data: dict[str, Any]) -> Manifest:
+    """Return the manifest that JSON describes. Raises ValueError, which says what is not as expected."""
+    known = {field.name for field in dataclasses.fields(Manifest)}
+    if data.keys() != known:
+        missing = ", ".join(sorted(known - data.keys())) or "nothing"
+        unknown = ", ".join(sorted(map(repr, data.keys() - known)))[:200] or "nothing"
+        raise ValueError(f"Manifest is not as expected (missing: {missing}; unknown: {unknown})")
+    manifest = msgspec.convert(data, Manifest)
+    # What is missing inside would get its default, and what is unknown would be left out
+    if compact_json(manifest) != compact_json(data):
+        raise ValueError("Manifest is not as expected (some of its parts have missing or unknown fields)")
     return manifest
 
 
@@ -335,70 +348,5 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def compact_json(content: Any) -> str:
-    """JSON in one line, always the same for the same content, dataclasses included."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
-
-
-_TEXTS: dict[str, tuple[Any, tuple[str, str]]] = {}
-"""The texts of what was last written under a name."""
-
-
-def _texts(name: str, value: Any) -> tuple[str, str]:
-    """A part of a manifest as JSON: in one line, and to be read. What cannot change is written once, not for each chunk."""
-    known = _TEXTS.get(name)
-    if known is not None and known[0] is value and isinstance(value, tuple):
-        return known[1]
-    texts = compact_json(value), json.dumps(value, indent=1, default=dataclasses.asdict).replace("\n", "\n ")
-    _TEXTS[name] = value, texts
-    return texts
-
-
-T = TypeVar("T")
-
-
-def _build(kind: type[T], data: Any) -> T:
-    """JSON → the dataclass, each value checked against its annotation."""
-    value = _value(kind, data, kind.__name__)
-    assert isinstance(value, kind)
-    return value
-
-
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _value(kind: Any, data: Any, where: str) -> Any:
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]
-        if not isinstance(data, dict) or data.keys() != hints.keys():
-            raise ValueError(f"{where} is not as expected{_difference(data, hints)}")
-        return kind(**{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})  # type: ignore[operator]
-    if origin is tuple and isinstance(data, list):
-        return tuple(_value(inner[0], item, where) for item in data)
-    if origin is dict and isinstance(data, dict):
-        return {_text(name, where): _value(inner[1], item, where) for name, item in data.items()}
-    if origin is types.UnionType:
-        return None if data is None else _value(inner[0], data, where)
-    if kind is int and isinstance(data, int) and not isinstance(data, bool) and 0 <= data < MOST:
-        return data
-    if kind is str and isinstance(data, str):
-        return _text(data, where)
-    raise ValueError(f"{where} is not as expected")
-
-
-def _text(data: str, where: str) -> str:
-    """A text that can be written and printed."""
-    try:
-        data.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where} is no text that can be printed") from None
-    return data
-
-
-def _difference(data: Any, hints: dict[str, Any]) -> str:
-    """Which fields are missing, and which are unknown."""
-    if not isinstance(data, dict):
-        return ""
-    missing = ", ".join(sorted(hints.keys() - data.keys()))
-    unknown = ", ".join(sorted(map(repr, data.keys() - hints.keys())))
-    return f" (missing: {missing or 'nothing'}; unknown: {unknown[:200] or 'nothing'})"
+    """Return JSON in one line, always the same for the same content, dataclasses included."""
+    return json.dumps(msgspec.to_builtins(content), sort_keys=True, separators=(",", ":"))

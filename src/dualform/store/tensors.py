@@ -19,8 +19,9 @@ import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreError
+from dualform.layers.streams import MOST
 from dualform.store.files import BLOCK, DIRECT_FROM, READ_AGAIN, Array, Files
-from dualform.store.format import MOST, File, checksum, shortened
+from dualform.store.format import File, checksum, shortened
 from dualform.store.labels import DIRECTORY, LABEL
 
 if TYPE_CHECKING:

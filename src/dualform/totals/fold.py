@@ -1,4 +1,4 @@
-"""Folding a stretch of training into totals.
+"""Folding a stretch of training into totals: key sums, and each group's part of the weights.
 
 Over a stretch, the optimizer's recursion maps a group's part of the weights and of the state (ΔW_g, Δstate_g) linearly,
 and adds the group's gradients with coefficients known at its end: one matrix product for each group, and the recursion
@@ -22,6 +22,8 @@ from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, ou
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
 
+Uses = Sequence[tuple[Use, "Piece"]]
+"""The slots that make up a parameter, each piece with how they do so."""
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 OF = ("weight", "average")
@@ -45,6 +47,13 @@ class Piece:
     """For each grouping: the group of each slot, (n,)."""
     written: Bools | None = None
     """(n,): which slots wrote something, so that their keys are counted; None: all of them, as far as is known."""
+
+    def some(self, here: slice) -> Piece:
+        """Return some of the slots. A piece of feature maps is of one call, and is not cut."""
+        assert isinstance(self.keys, (Vectors, Numbers))
+        errors = None if self.errors is None else self.errors[here]
+        groups = [codes[here] for codes in self.groups]
+        return Piece(self.keys.some(here), errors, self.steps[here], self.backwards[here], groups)
 
 
 @dataclass(frozen=True)
@@ -75,19 +84,26 @@ class Updates:
     """What rounding to 16 bits has done to their gradients; None: nothing, or it is not asked for, since all updates are kept."""
 
     def walked(self, of: str) -> Walked:
-        """What becomes of the stretch's beginning and of its gradients."""
+        """Return what becomes of the stretch's beginning and of its gradients."""
         return walk_back(self.kind, self.settings, len(self.steps), of)
 
     def of_slots(self, coefficients: Floats, slots: Piece) -> Floats:
-        """(n,): coefficient × factor of each slot; 0 where the parameter was not updated."""
-        table = np.zeros((len(self.steps) + 1, self.factors.shape[1] + 1))
+        """Return coefficient × factor of each slot, (n,); 0 where the parameter was not updated."""
+        count, backward_passes = self.factors.shape
+        # One more row and column of zeros, for slots of other steps and other backward passes
+        table = np.zeros((count + 1, backward_passes + 1))
         table[:-1, :-1] = coefficients[:, None] * self.factors
-        place = np.searchsorted(self.steps, slots.steps)
-        place[(place < len(self.steps)) & (self.steps[np.minimum(place, len(self.steps) - 1)] != slots.steps)] = len(
-            self.steps
-        )
-        found: Floats = table[place, np.minimum(slots.backwards, self.factors.shape[1])]
-        return found
+        row = np.searchsorted(self.steps, slots.steps)
+        is_updated = np.isin(slots.steps, self.steps)
+        column = np.minimum(slots.backwards, backward_passes)
+        scales: Floats = table[np.where(is_updated, row, count), column]
+        return scales
+
+    def scales_in(self, place: int, slots: Piece) -> Floats:
+        """Return the factor of each slot of the step of one update, (n,)."""
+        factors = np.append(self.factors[place], 0.0)
+        scales: Floats = factors[np.minimum(slots.backwards, len(factors) - 1)]
+        return scales
 
 
 class Grown:
@@ -99,22 +115,35 @@ class Grown:
 
     @classmethod
     def of(cls, data: Tensor) -> Grown:
-        """From what was kept."""
+        """Go on with a tensor that was kept."""
         grown = cls(data.shape[1:], data.dtype)
-        grown._data, grown._used = data.clone(), len(data)
+        grown._data = data.clone()
+        grown._used = len(data)
         return grown
 
     def rows(self, count: int) -> Tensor:
-        """The first `count` rows, new ones zero."""
+        """Return the first `count` rows, new ones zero."""
         if count > len(self._data):
-            room = max(count, 2 * len(self._data))
+            capacity = max(count, 2 * len(self._data))
             # NumPy's zeros take memory only when they are touched
-            like = torch.empty(0, dtype=self._data.dtype).numpy().dtype
-            grown = torch.from_numpy(np.zeros((room, *self._data.shape[1:]), dtype=like))
-            grown[: self._used] = self._data[: self._used]
-            self._data = grown
+            dtype = torch.empty(0, dtype=self._data.dtype).numpy().dtype
+            larger = torch.from_numpy(np.zeros((capacity, *self._data.shape[1:]), dtype=dtype))
+            larger[: self._used] = self._data[: self._used]
+            self._data = larger
         self._used = max(self._used, count)
         return self._data[:count]
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """The parts of a parameter, and of the optimizer's running average of it, that belong to each group."""
+
+    weight: Tensor
+    """(groups, *shape)"""
+    average: Tensor
+    """(groups, *shape)"""
+    has_rest: bool
+    """Of a bias: there is one more row, the first, for what its gradients hold beyond the sum of their slots (rounding)."""
 
 
 class Accumulated:
@@ -137,17 +166,30 @@ class Accumulated:
         beginning: Mapping[str, Tensor] | None = None,
     ):
         """kept: totals to go on with. beginning: else the snapshot that training began from."""
-        self._manifest, self.groupings = manifest, tuple(groupings)
-        self._numbers = {p.name: number for number, p in enumerate(manifest.parameters)}
-        self._grown = {name: Grown.of(t) for name, t in (kept or {}).items() if name[0].isdigit()}
-        self._maps = {name: t.clone() for name, t in (kept or {}).items() if name.startswith(MAPS)}
+        self._manifest = manifest
+        self.groupings = tuple(groupings)
+        self._with_deltas = [n for n, grouping in enumerate(self.groupings) if grouping.kind != "keys"]
+        """The numbers of the groupings that keep each group's part of the weights."""
+        self._numbers = {parameter.name: number for number, parameter in enumerate(manifest.parameters)}
         self._beginning = beginning
-        self._signs = {name: bool(t) for name, t in (kept or {}).items() if name.startswith("negative.")}
+        self._grown: dict[str, Grown] = {}
+        self._maps: dict[str, Tensor] = {}
+        self._signs: dict[str, bool] = {}
         self._groups = [0] * len(self.groupings)
-        for name, value in (kept or {}).items():
-            if name.endswith(".visits"):
-                grouping = int(name.split(".")[0])
-                self._groups[grouping] = max(self._groups[grouping], len(value))
+        """How many groups of each grouping have appeared."""
+        for name, tensor in (kept or {}).items():
+            self._restore(name, tensor)
+
+    def _restore(self, name: str, tensor: Tensor) -> None:
+        if name.startswith("negative."):
+            self._signs[name] = bool(tensor)
+        elif name.startswith(MAPS):
+            self._maps[name] = tensor.clone()
+        else:
+            self._grown[name] = Grown.of(tensor)
+        if name.endswith(".visits"):
+            grouping = int(name.split(".")[0])
+            self._groups[grouping] = max(self._groups[grouping], len(tensor))
 
     def fold(self, slots: Mapping[int, Sequence[Piece]], updates: Mapping[str, Updates]) -> None:
         """Fold a stretch. slots: by the layer's number; updates: by the parameter's full name."""
@@ -156,184 +198,167 @@ class Accumulated:
                 if len(piece.steps):
                     self._fold_keys(number, piece)
         for name, some in updates.items():
-            mine = [
-                (use, piece)
-                for number, layer in enumerate(self._manifest.layers)
-                for use in layer.uses
-                if use.parameter == name
-                for piece in slots.get(number, ())
-                if len(piece.steps)
-            ]
+            uses = self._uses(name, slots)
             if KINDS[some.kind].elementwise:
-                self._fold_elementwise(name, mine, some)
+                self._fold_elementwise(name, uses, some)
                 continue
             self._fold_initial(name, some)
-            for grouping in range(len(self.groupings)):
-                if self.groupings[grouping].kind != "keys":
-                    self._fold_deltas(grouping, name, mine, some)
+            for grouping in self._with_deltas:
+                self._fold_deltas(grouping, name, uses, some)
+
+    def _uses(self, parameter: str, slots: Mapping[int, Sequence[Piece]]) -> Uses:
+        uses = []
+        for number, layer in enumerate(self._manifest.layers):
+            pieces = [piece for piece in slots.get(number, ()) if len(piece.steps)]
+            for use in layer.uses:
+                if use.parameter == parameter:
+                    uses += [(use, piece) for piece in pieces]
+        return uses
 
     def nbytes(self, groups: Sequence[int]) -> int:
-        """How much memory the totals take with so many groups for each grouping."""
+        """Return how much memory the totals take with this many groups for each grouping."""
+        key_numbers = sum(layer.d_in for layer in self._manifest.layers)
+        delta_bytes = 0
+        for parameter in self._manifest.parameters:
+            item_size = 8 if parameter.dtype == "float64" else 4
+            delta_bytes += len(OF) * item_size * int(np.prod(parameter.shape))
         total = 0
         for grouping, count in zip(self.groupings, groups, strict=True):
-            for layer in self._manifest.layers:
-                total += 4 * count * layer.d_in if grouping.kind != "deltas" else 0
-            for p in self._manifest.parameters:
-                size = 8 if p.dtype == "float64" else 4
-                total += 2 * size * count * int(np.prod(p.shape)) if grouping.kind != "keys" else 0
+            if grouping.kind != "deltas":
+                total += 4 * count * key_numbers
+            if grouping.kind != "keys":
+                total += count * delta_bytes
         return total
 
     def tensors(self, groups: Sequence[int]) -> dict[str, Tensor]:
-        """Everything, as it is stored; not copied. groups: how many there are of each grouping."""
-        found: dict[str, Tensor] = {
-            name: grown.rows(groups[int(name.split(".")[0])] + name.endswith(".rest"))
-            for name, grown in self._grown.items()
-        }
-        found.update(self._maps)
-        found.update({name: torch.tensor([negative]) for name, negative in self._signs.items()})
-        return found
+        """Return everything as it is stored; not copied. groups: how many there are of each grouping."""
+        tensors = {}
+        for name, grown in self._grown.items():
+            count = groups[int(name.split(".")[0])]
+            tensors[name] = grown.rows(count + 1 if name.endswith(".rest") else count)
+        tensors.update(self._maps)
+        tensors.update({name: torch.tensor([negative]) for name, negative in self._signs.items()})
+        return tensors
 
     def _rows(self, name: str, count: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if name not in self._grown:
             self._grown[name] = Grown(shape, dtype)
         return self._grown[name].rows(count)
 
+    # Keys
+
     def _fold_keys(self, number: int, slots: Piece) -> None:
-        sign, layer = f"negative.{number}", self._manifest.layers[number]
+        """Add the keys of slots that wrote something to the sums of their groups, and count them."""
+        layer = self._manifest.layers[number]
         counted = None if slots.written is None else torch.from_numpy(np.flatnonzero(slots.written))
-        places = slots.keys.places if isinstance(slots.keys, Numbers) else None
-        vectors = slots.keys.vectors() if places is None else None
-        if counted is not None:
-            places = None if places is None else places[counted]
-            vectors = None if vectors is None else vectors[counted]
-        self._signs[sign] = self._signs.get(sign, False) or bool(vectors is not None and (vectors < 0).any())
+        is_one_hot = isinstance(slots.keys, Numbers)
+        keys = slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors()
+        keys = keys if counted is None else keys[counted]
+        sign = f"negative.{number}"
+        is_negative = not is_one_hot and bool((keys < 0).any())
+        self._signs[sign] = self._signs.get(sign, False) or is_negative
         for grouping, codes in enumerate(slots.groups):
-            count = self._seen(grouping, codes)
-            which = torch.from_numpy(codes)
-            which = which if counted is None else which[counted]
+            self._groups[grouping] = max(self._groups[grouping], int(codes.max()) + 1)
+            count = self._groups[grouping]
+            groups = torch.from_numpy(codes)
+            groups = groups if counted is None else groups[counted]
             visits = self._rows(f"{grouping}.{number}.visits", count, (), torch.int64)
-            visits.index_add_(0, which, torch.ones_like(which))
+            visits.index_add_(0, groups, torch.ones_like(groups))
             if self.groupings[grouping].kind == "deltas" or not layer.attends:
                 continue
-            if vectors is None:
-                assert places is not None
-                sums = self._rows(f"{grouping}.{number}.keys", count, (layer.d_in,), torch.float32)
-                sums.index_put_((which, places), sums.new_ones(len(which)), accumulate=True)
-                continue
-            kind = torch.float64 if vectors.dtype == torch.float64 else torch.float32
-            sums = self._rows(f"{grouping}.{number}.keys", count, vectors.shape[1:], kind)
-            sums.index_add_(0, which, vectors.to(kind))
+            dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
+            sums = self._rows(f"{grouping}.{number}.keys", count, (layer.d_in,), dtype)
+            if is_one_hot:
+                sums.index_put_((groups, keys), sums.new_ones(len(groups)), accumulate=True)
+            else:
+                sums.index_add_(0, groups, keys.to(dtype))
 
-    def _seen(self, grouping: int, codes: Ints) -> int:
-        self._groups[grouping] = max(self._groups[grouping], int(codes.max()) + 1)
-        return self._groups[grouping]
+    # Optimizers whose coefficients are numbers
 
     def _fold_initial(self, name: str, some: Updates) -> None:
-        """X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
+        """Update X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
         walked = [some.walked(of) for of in OF]
         stretch = torch.tensor([[w.a, w.b] for w in walked], dtype=torch.float64)
-        key = f"initial.{self._numbers[name]}"
-        self._maps[key] = stretch @ self._maps.get(key, torch.eye(2, dtype=torch.float64))
+        initial = f"initial.{self._numbers[name]}"
+        self._maps[initial] = stretch @ self._maps.get(initial, torch.eye(2, dtype=torch.float64))
         rounded = f"rounded.{self._numbers[name]}"
         if rounded in self._maps:
             self._maps[rounded] = stretch @ self._maps[rounded] @ stretch.T
         if some.rounded is not None and not self._is_vector(name):  # the gradients of vectors are kept as they were
             # The roundings of different steps are independent of each other: their variances add up
             effects = torch.from_numpy(np.stack([w.c * some.rounded.rests for w in walked]))
-            self._maps[rounded] = self._maps.get(rounded, torch.zeros(2, 2, dtype=torch.float64)) + effects @ effects.T
+            before = self._maps.get(rounded, torch.zeros(2, 2, dtype=torch.float64))
+            self._maps[rounded] = before + effects @ effects.T
 
     def _is_vector(self, name: str) -> bool:
         return any(name in layer.vectors() for layer in self._manifest.layers)
 
-    def _held(self, grouping: int, name: str) -> tuple[dict[str, Tensor], bool]:
-        """The parts of a parameter and of its average that belong to each group; whether row 0 is the rest."""
-        parameter = self._manifest.parameters[self._numbers[name]]
+    def _deltas(self, grouping: int, name: str) -> Deltas:
+        """Return the parts of a parameter that belong to each group, to be changed in place."""
+        number = self._numbers[name]
+        parameter = self._manifest.parameters[number]
         dtype = torch.float64 if parameter.dtype == "float64" else torch.float32
-        # A bias has one more row, the first: what its gradients hold beyond the sum of their slots (rounding)
-        small = self._is_vector(name)
-        prefix, suffix = f"{grouping}.p{self._numbers[name]}", ".rest" if small else ""
-        count = self._groups[grouping] + small
-        return {of: self._rows(f"{prefix}.{of}{suffix}", count, parameter.shape, dtype) for of in OF}, small
+        has_rest = self._is_vector(name)
+        count = self._groups[grouping] + has_rest
+        suffix = ".rest" if has_rest else ""
+        weight, average = (self._rows(f"{grouping}.p{number}.{of}{suffix}", count, parameter.shape, dtype) for of in OF)
+        return Deltas(weight, average, has_rest)
 
-    def _fold_deltas(self, grouping: int, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
-        held, small = self._held(grouping, name)
+    def _fold_deltas(self, grouping: int, name: str, uses: Uses, some: Updates) -> None:
+        deltas = self._deltas(grouping, name)
+        targets = dict(zip(OF, (deltas.weight, deltas.average), strict=True))
         if some.reaching is None:
-            before = {of: held[of].clone() for of in OF}
-            for of in OF:
-                held[of].copy_(before["weight"] * some.walked(of).a).add_(before["average"], alpha=some.walked(of).b)
-        for of in OF:
-            walked = some.walked(of) if some.reaching is None else some.reaching[of]
-            if small and some.gradients is not None:
-                written = torch.tensordot(torch.from_numpy(walked.c), some.gradients.double(), 1)
-                held[of][0] -= written.to(held[of].dtype)
-            for use, piece in mine:
+            weight = deltas.weight.clone()
+            average = deltas.average.clone()
+            for of, target in targets.items():
+                walked = some.walked(of)
+                target.copy_(weight * walked.a).add_(average, alpha=walked.b)
+        for of, target in targets.items():
+            coefficients = (some.walked(of) if some.reaching is None else some.reaching[of]).c
+            if deltas.has_rest and some.gradients is not None:
+                written = torch.tensordot(torch.from_numpy(coefficients), some.gradients.double(), 1)
+                target[0] -= written.to(target.dtype)
+            for use, piece in uses:
                 if piece.errors is not None:
-                    self._write(held[of], small, grouping, use, piece, -some.of_slots(walked.c, piece))
+                    scale = -some.of_slots(coefficients, piece)
+                    _add_by_group(target, deltas.has_rest, grouping, use, piece, scale)
 
-    def _write(self, held: Tensor, small: bool, grouping: int, use: Use, piece: Piece, scale: Floats) -> None:
-        """Add what each group's slots wrote, each slot scaled."""
-        assert piece.errors is not None
-        codes = piece.groups[grouping]
-        order = np.argsort(codes, kind="stable")
-        order = order[scale[order] != 0]
-        for part in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else ():
-            group, taken = int(codes[part[0]]), np.zeros(len(codes))
-            taken[part] = scale[part]
-            found = _written(use, piece, part, torch.from_numpy(taken).to(held.dtype))
-            place = group + small
-            target = held[place]
-            own = target[use.rows[0] : use.rows[1]] if use.rows else target
-            own += found.reshape(own.shape)
-            if small:
-                rest = held[0][use.rows[0] : use.rows[1]] if use.rows else held[0]
-                rest -= found.reshape(rest.shape)
+    # Optimizers whose coefficients are matrices
 
-    def _fold_elementwise(self, name: str, mine: Sequence[tuple[Use, Piece]], some: Updates) -> None:
-        """Where coefficients are matrices, the optimizer's own recursion runs on every group, with what is shared."""
-        number, kind = self._numbers[name], KINDS[some.kind]
+    def _fold_elementwise(self, name: str, uses: Uses, some: Updates) -> None:
+        """Run the optimizer's own recursion on every group, with the state that all groups share."""
+        number = self._numbers[name]
+        kind = KINDS[some.kind]
         if f"now.{number}.weight" not in self._maps:
             self._begin(number, name, kind)
-        states = ("weight", "average", *kind.shared)
-        now = {of: self._maps[f"now.{number}.{of}"] for of in states}
-        start = {of: self._maps[f"initial.{number}.{of}"] for of in OF}
-        wanted = [g for g in range(len(self.groupings)) if self.groupings[g].kind != "keys"]
-        held = {g: self._held(g, name) for g in wanted}
-        small = self._is_vector(name)
+        now = self._states("now", number, kind)
+        initial = self._maps[f"initial.{number}.weight"], self._maps[f"initial.{number}.average"]
+        deltas = {grouping: self._deltas(grouping, name) for grouping in self._with_deltas}
         for place, step in enumerate(some.steps.tolist()):
             settings = {key: float(values[place]) for key, values in some.settings.items()}
-            here = [(use, some_slots) for use, piece in mine if (some_slots := _of_step(piece, step)) is not None]
-            factors = some.factors[place]
-            parts = {g: torch.zeros_like(held[g][0]["weight"]) for g in wanted}
-            full = torch.zeros_like(now["weight"])
-            if small and some.gradients is not None:
-                full = some.gradients[place].to(full.dtype)
-            for g in wanted if small else ():
-                parts[g].copy_(_parts_of_vector(g, here, factors, full, len(parts[g])))
-            for use, piece in () if small else here:
-                scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))]
-                for g in wanted:
-                    self._write(parts[g], small, g, use, piece, scale)
-                found = _written(use, piece, None, torch.from_numpy(scale).to(full.dtype))
-                own = full[use.rows[0] : use.rows[1]] if use.rows else full
-                own += found.reshape(own.shape)
-            if not small:
-                noise = self._noise(number, some, place, here, full)
-                self._fold_rounding(number, kind, settings, full, noise)
-            linear = _update(now, kind, settings, full)
-            linear.apply(start["weight"], start["average"], None)
-            for g in wanted:
-                linear.apply(held[g][0]["weight"], held[g][0]["average"], parts[g])
+            here = _of_step(uses, step)
+            if self._is_vector(name):
+                gradient, parts = _vector_gradient(here, some, place, now["weight"], deltas)
+            else:
+                gradient, parts = _matrix_gradient(here, some, place, now["weight"], deltas)
+                noise = self._noise(number, some, place, here, gradient)
+                self._fold_rounding(number, kind, settings, gradient, noise)
+            linear = _update(now, kind, settings, gradient)
+            linear.apply(*initial, None)
+            for grouping, held in deltas.items():
+                linear.apply(held.weight, held.average, parts[grouping])
 
-    def _noise(
-        self, number: int, some: Updates, place: int, here: Sequence[tuple[Use, Piece]], gradient: Tensor
-    ) -> Tensor | None:
-        """As much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
+    def _states(self, prefix: str, number: int, kind: Kind) -> dict[str, Tensor]:
+        """Return a parameter and its optimizer state, to be changed in place."""
+        return {of: self._maps[f"{prefix}.{number}.{of}"] for of in (*OF, *kind.shared)}
+
+    def _noise(self, number: int, some: Updates, place: int, here: Uses, gradient: Tensor) -> Tensor | None:
+        """Return as much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
         if some.rounded is None or not some.rounded.units[place]:
             return None
         name = self._manifest.parameters[number].name
-        users = [layer for layer in self._manifest.layers if any(use.parameter == name for use in layer.uses)]
-        within = any(layer.kind == ROUNDED_WITHIN for layer in users)
-        squares = _squares_of_parts(here, some.factors[place], gradient, within=within)
+        kinds = {layer.kind for layer in self._manifest.layers if name in layer.parameters}
+        squares = _squares_of_parts(here, some.factors[place], gradient, within=ROUNDED_WITHIN in kinds)
         spread = coarse_spread(squares, float(some.rounded.rests[place]), float(some.rounded.units[place]))
         # The same in a recording that was interrupted and resumed
         seed = int(some.steps[place]) * len(self._numbers) + number
@@ -343,48 +368,76 @@ class Accumulated:
     def _fold_rounding(
         self, number: int, kind: Kind, settings: dict[str, float], gradient: Tensor, noise: Tensor | None
     ) -> None:
-        """Take a parameter along whose gradients have noise, from the first one on that has."""
-        states = ("weight", "average", *kind.shared)
+        """Update a copy of the parameter whose gradients have noise, from the first one on that has."""
         if f"rounded.{number}.weight" not in self._maps:
             if noise is None:
                 return
-            self._maps.update({f"rounded.{number}.{of}": self._maps[f"now.{number}.{of}"].clone() for of in states})
-        disturbed = {of: self._maps[f"rounded.{number}.{of}"] for of in states}
+            for of, state in self._states("now", number, kind).items():
+                self._maps[f"rounded.{number}.{of}"] = state.clone()
+        disturbed = self._states("rounded", number, kind)
         _update(disturbed, kind, settings, gradient if noise is None else gradient + noise)
 
     def _begin(self, number: int, name: str, kind: Kind) -> None:
-        """A parameter and its optimizer state as they were when recording began."""
+        """Take a parameter and its optimizer state as they were when recording began."""
         assert self._beginning is not None
-        first = self._beginning
-        weight = first[f"model.{name}"]
-        states = {"weight": weight, "average": first.get(f"state.{name}.{kind.average}", torch.zeros_like(weight))}
-        states |= {of: first.get(f"state.{name}.{of}", torch.zeros_like(weight)) for of in kind.shared}
-        self._maps.update({f"now.{number}.{of}": value.clone() for of, value in states.items()})
-        self._maps.update({f"initial.{number}.{of}": states[of].clone() for of in OF})
+        weight = self._beginning[f"model.{name}"]
+        states = {"weight": weight}
+        for of, stored in (("average", kind.average), *((of, of) for of in kind.shared)):
+            states[of] = self._beginning.get(f"state.{name}.{stored}", torch.zeros_like(weight))
+        for of, state in states.items():
+            self._maps[f"now.{number}.{of}"] = state.clone()
+        for of in OF:
+            self._maps[f"initial.{number}.{of}"] = states[of].clone()
 
 
-def _squares_of_parts(
-    here: Sequence[tuple[Use, Piece]], factors: Floats, like: Tensor, *, within: bool
-) -> Iterator[Tensor]:
-    """Squares of what each backward pass added to a gradient, for each use of the parameter; within: of what each slot added."""
-    for use, piece in here:
-        assert piece.errors is not None
-        part = replace(piece, keys=piece.keys.squared(), errors=piece.errors.square()) if within else piece
-        for backward in np.unique(piece.backwards).tolist():
-            if backward >= len(factors):
-                continue
-            factor = factors[backward] ** 2 if within else factors[backward]
-            scale = np.where(piece.backwards == backward, factor, 0.0)
-            added = torch.zeros_like(like)
-            own = added[use.rows[0] : use.rows[1]] if use.rows else added
-            own += _written(use, part, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
-            yield added if within else added.square()
+def _of_step(uses: Uses, step: int) -> Uses:
+    """Return the slots of one step."""
+    here = []
+    for use, piece in uses:
+        low, high = np.searchsorted(piece.steps, [step, step + 1]).tolist()
+        if low < high:
+            here.append((use, piece if high - low == len(piece.steps) else piece.some(slice(low, high))))
+    return here
 
 
-def _parts_of_vector(
-    grouping: int, here: Sequence[tuple[Use, Piece]], factors: Floats, gradient: Tensor, count: int
-) -> Tensor:
-    """(1 + groups, *shape): what a bias's gradient holds beyond its slots, and what the slots of each group added to it.
+def _own_rows(use: Use, tensor: Tensor) -> Tensor:
+    """Return the rows of a parameter that a use makes up, as a view."""
+    return tensor[use.rows[0] : use.rows[1]] if use.rows else tensor
+
+
+def _add_by_group(target: Tensor, has_rest: bool, grouping: int, use: Use, piece: Piece, scale: Floats) -> None:
+    """Add what each group's slots wrote, each slot scaled. target: (groups, *shape), one more row if it has a rest."""
+    codes = piece.groups[grouping]
+    order = np.argsort(codes, kind="stable")
+    order = order[scale[order] != 0]
+    if not len(order):
+        return
+    cuts = np.flatnonzero(np.diff(codes[order])) + 1
+    for slots in np.split(order, cuts):
+        group_scale = np.zeros(len(codes))
+        group_scale[slots] = scale[slots]
+        written = _written(use, piece, slots, torch.from_numpy(group_scale).to(target.dtype))
+        own = _own_rows(use, target[int(codes[slots[0]]) + has_rest])
+        own += written.reshape(own.shape)
+        if has_rest:
+            rest = _own_rows(use, target[0])
+            rest -= written.reshape(rest.shape)
+
+
+def _vector_gradient(
+    here: Uses, some: Updates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the gradient of a bias in one update, and by grouping, what each group's slots added to it."""
+    gradient = torch.zeros_like(like) if some.gradients is None else some.gradients[place].to(like.dtype)
+    parts = {
+        grouping: _parts_of_vector(grouping, here, some, place, gradient, len(held.weight))
+        for grouping, held in deltas.items()
+    }
+    return gradient, parts
+
+
+def _parts_of_vector(grouping: int, here: Uses, some: Updates, place: int, gradient: Tensor, count: int) -> Tensor:
+    """Return what a bias's gradient holds beyond its slots, and what the slots of each group added to it, (1 + groups, *shape).
 
     What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its own size: the
     sums are made in a longer type, as they are for masks without totals.
@@ -394,7 +447,7 @@ def _parts_of_vector(
     for use, piece in here:
         assert piece.errors is not None
         written = piece.keys.vectors() if use.role == "scale" else columns(piece.errors, use.errors)
-        scale = np.append(factors, 0.0)[np.minimum(piece.backwards, len(factors))].astype(longer)
+        scale = some.scales_in(place, piece).astype(longer)
         scaled = written.numpy().astype(longer) * scale[:, None]
         own = parts[:, use.rows[0] : use.rows[1]] if use.rows else parts
         np.add.at(own, piece.groups[grouping] + 1, scaled.reshape(len(scaled), *own.shape[1:]))
@@ -402,8 +455,39 @@ def _parts_of_vector(
     return torch.from_numpy(parts.astype(np.float64)).to(gradient.dtype)
 
 
+def _matrix_gradient(
+    here: Uses, some: Updates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the gradient of a matrix in one update, from its slots, and by grouping, what each group's slots added to it."""
+    gradient = torch.zeros_like(like)
+    parts = {grouping: torch.zeros_like(held.weight) for grouping, held in deltas.items()}
+    for use, piece in here:
+        scale = some.scales_in(place, piece)
+        for grouping, part in parts.items():
+            _add_by_group(part, False, grouping, use, piece, scale)
+        own = _own_rows(use, gradient)
+        own += _written(use, piece, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
+    return gradient, parts
+
+
+def _squares_of_parts(here: Uses, factors: Floats, like: Tensor, *, within: bool) -> Iterator[Tensor]:
+    """Yield squares of what each backward pass added to a gradient, for each use of the parameter; within: of what each slot added."""
+    for use, piece in here:
+        assert piece.errors is not None
+        part = replace(piece, keys=piece.keys.squared(), errors=piece.errors.square()) if within else piece
+        for backward in np.unique(piece.backwards).tolist():
+            if backward >= len(factors):
+                continue
+            factor = factors[backward] ** 2 if within else factors[backward]
+            scale = np.where(piece.backwards == backward, factor, 0.0)
+            added = torch.zeros_like(like)
+            own = _own_rows(use, added)
+            own += _written(use, part, None, torch.from_numpy(scale).to(like.dtype)).reshape(own.shape)
+            yield added if within else added.square()
+
+
 def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], gradient: Tensor) -> Linear:
-    """Do one update of a parameter and its optimizer state, in place; gives it as a linear map."""
+    """Do one update of a parameter and its optimizer state, in place; returns it as a linear map."""
     sign, decay, _ = outer(settings)
     pushed = gradient * sign + now["weight"] * decay
     shared = {of: now[of] for of in kind.shared}
@@ -413,33 +497,21 @@ def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], g
     return linear
 
 
-def _of_step(piece: Piece, step: int) -> Piece | None:
-    """The slots of one step: a piece of feature maps is of one call, hence of one step."""
-    low, high = np.searchsorted(piece.steps, [step, step + 1])
-    if low == high:
-        return None
-    if high - low == len(piece.steps):
-        return piece
-    here = slice(int(low), int(high))
-    assert isinstance(piece.keys, (Vectors, Numbers))
-    errors = None if piece.errors is None else piece.errors[here]
-    groups = [codes[here] for codes in piece.groups]
-    return Piece(piece.keys.some(here), errors, piece.steps[here], piece.backwards[here], groups)
-
-
-def _written(use: Use, piece: Piece, part: Ints | None, scale: Tensor) -> Tensor:
-    """Σ over some slots of what a use makes of them, each scaled."""
+def _written(use: Use, piece: Piece, places: Ints | None, scale: Tensor) -> Tensor:
+    """Return Σ over some slots of what a use makes of them, each scaled. places: of these slots; None: all of them."""
     assert piece.errors is not None
-    keys, errors = piece.keys, piece.errors
-    if part is not None and isinstance(keys, (Vectors, Numbers)):
-        which = torch.from_numpy(part)
-        keys, errors, scale = keys.some(which), errors[which], scale[which]
+    keys = piece.keys
+    errors = piece.errors
+    if places is not None and isinstance(keys, (Vectors, Numbers)):
+        which = torch.from_numpy(places)
+        keys = keys.some(which)
+        errors = errors[which]
+        scale = scale[which]
     keys = keys.to(scale.dtype)
-    errors = errors.to(scale.dtype)
     if use.role == "scale":
         return scale @ keys.vectors()
-    errors = columns(errors, use.errors) * scale.unsqueeze(1)
+    errors = columns(errors.to(scale.dtype), use.errors) * scale.unsqueeze(1)
     if use.role == "bias":
         return errors.sum(0)
-    found = keys.outer(errors, use.keys, use.groups)
-    return found.T if use.role == "table" else found
+    written = keys.outer(errors, use.keys, use.groups)
+    return written.T if use.role == "table" else written
