@@ -117,16 +117,20 @@ def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
         equal.number_new(sum([block.keys.count for block in blocks]))
         return _vectors(f"{layer}.key", [block.keys for block in blocks])
     numbers = []
-    new = []
+    new: list[Encoded] = []
     for may_repeat, group in groupby(blocks, lambda block: block.may_repeat):
         for keys in _joined([block.keys for block in group]):
             key_numbers, new_places = equal.number(keys, may_repeat=may_repeat)
             numbers.append(key_numbers)
-            if new_places is None or len(new_places) == keys.count:
-                new.append(keys)
-            elif len(new_places):
-                new.append(keys.take(new_places))
+            new += _new_keys(keys, new_places)
     return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
+
+
+def _new_keys(keys: Encoded, places: Ints | None) -> list[Encoded]:
+    """Return the keys at these places, copied only if they are not all of them (None)."""
+    if places is None or len(places) == keys.count:
+        return [keys]
+    return [keys.take(places)] if len(places) else []
 
 
 def _silent(block: Block) -> Array:

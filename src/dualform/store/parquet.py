@@ -76,8 +76,17 @@ def _column_bytes(data: bytes, footer: int, chunk: dict[int, Any], rows: int) ->
     end = place + _count(column.get(COLUMN_COMPRESSED))
     if data_pages > end or end > footer:
         raise ValueError("a column reaches beyond the end of the data")
-    counted = 0
+    counted, nbytes = _page_counts(data, place, end)
+    if counted != values:
+        raise ValueError(f"a column has {values:,} values, its pages have {counted:,}")
+    return nbytes + VALUE_BYTES * values
+
+
+def _page_counts(data: bytes, begin: int, end: int) -> tuple[int, int]:
+    """Return how many values the pages between two places have, and how many bytes once they are uncompressed."""
+    values = 0
     nbytes = 0
+    place = begin
     while place < end:
         reader = _Thrift(data, place, end)
         page = reader.read()
@@ -85,10 +94,10 @@ def _column_bytes(data: bytes, footer: int, chunk: dict[int, Any], rows: int) ->
         place = reader.place + _count(page.get(PAGE_COMPRESSED))
         header = page.get(PAGE_DATA, page.get(PAGE_DATA_V2))
         if header is not None:
-            counted += _count(_struct(header).get(1))
-    if place != end or counted != values:
-        raise ValueError(f"a column has {values:,} values, its pages have {counted:,}")
-    return nbytes + VALUE_BYTES * values
+            values += _count(_struct(header).get(1))
+    if place != end:
+        raise ValueError("the pages of a column reach beyond its end")
+    return values, nbytes
 
 
 def _metadata(footer: dict[int, Any]) -> dict[str, str]:

@@ -89,8 +89,11 @@ class SlotChunk:
     def row_range(self) -> tuple[int, int]:
         """The number of its first row, and of the one after its last."""
         blocks = self.blocks if self.shared is None else self.blocks[~self.shared]
-        first, counts = blocks[:, 3], blocks[:, 4]
-        return (int(first.min()), int((first + counts).max())) if len(first) else (0, 0)
+        if not len(blocks):
+            return 0, 0
+        first_rows = blocks[:, 3]
+        end_rows = first_rows + blocks[:, 4]
+        return int(first_rows.min()), int(end_rows.max())
 
     def per_slot(self, values: np.ndarray[Any, np.dtype[N]]) -> np.ndarray[Any, np.dtype[N]]:
         """(blocks,) → (slots,)."""
@@ -99,8 +102,7 @@ class SlotChunk:
     @property
     def place(self) -> Ints:
         """(slots,): the place of each slot within its block."""
-        starts = np.cumsum(self.counts) - self.counts
-        place: Ints = np.arange(self.slots) - self.per_slot(starts)
+        place: Ints = np.arange(self.slots) - self.per_slot(self.starts)
         return place
 
     def rows(self) -> Ints:
@@ -150,14 +152,17 @@ class SlotChunk:
 
     def _check_maps(self, shapes: Ints) -> None:
         """Whether there are as many feature maps, and patches in them, as the blocks say."""
-        assert self.layer.geometry is not None
-        maps = numbers = 0
-        for (each, *size), rows, positions in zip(shapes.tolist(), *self.blocks[:, 4:6].T.tolist(), strict=True):
-            patches = math.prod(self.layer.geometry.positions(tuple(size)))
+        geometry = self.layer.geometry
+        assert geometry is not None
+        maps = 0
+        numbers = 0
+        rows_and_positions = self.blocks[:, 4:6].tolist()
+        for (each, *size), (rows, positions) in zip(shapes.tolist(), rows_and_positions, strict=True):
+            patches = math.prod(geometry.positions(tuple(size)))
             if each < 0 or min(size) < 0 or each * patches != positions:
                 raise self._damaged(f"the feature maps of {self.layer.name!r} do not have as many patches as slots")
             maps += rows * each
-            numbers += rows * each * self.layer.geometry.channels * math.prod(size)
+            numbers += rows * each * geometry.channels * math.prod(size)
         stored = self.file.shape(f"{self.number}.keys")[0]
         if maps > self.written["keys"][self.number] or numbers > stored:
             raise self._damaged(f"there are fewer feature maps of {self.layer.name!r} than its slots need")
@@ -165,7 +170,10 @@ class SlotChunk:
     @property
     def stored_keys(self) -> int:
         """How many keys its own slots have in store, where each has one."""
-        return self.slots if self.layer.form != "maps" else int((self.blocks[:, 4] * self.shapes[:, 0]).sum())
+        if self.layer.form != "maps":
+            return self.slots
+        maps = self.blocks[:, 4] * self.shapes[:, 0]
+        return int(maps.sum())
 
     def pieces(self, width: int) -> Iterator[tuple[int, int]]:
         """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through."""
@@ -174,10 +182,11 @@ class SlotChunk:
             for low in range(0, self.slots, size):
                 yield low, min(low + size, self.slots)
             return
-        for start, rows, positions in zip(self.starts.tolist(), *self.blocks[:, 4:6].T.tolist(), strict=True):
-            some = max(1, size // max(positions, 1))
-            for low in range(0, rows, some):
-                yield start + low * positions, start + min(low + some, rows) * positions
+        for start, (rows, positions) in zip(self.starts.tolist(), self.blocks[:, 4:6].tolist(), strict=True):
+            rows_at_a_time = max(1, size // max(positions, 1))
+            for low in range(0, rows, rows_at_a_time):
+                high = min(low + rows_at_a_time, rows)
+                yield start + low * positions, start + high * positions
 
     def some_pieces(self, places: Ints, width: int) -> Iterator[Ints]:
         """Cut some of its slots (vectors, by their places) in the same way."""
@@ -189,16 +198,18 @@ class SlotChunk:
         if self.layer.form != "maps":
             return slot, slot + 1
         block = int(np.searchsorted(self.starts, slot, side="right")) - 1
-        start, positions = int(self.starts[block]), int(self.blocks[block, 5])
+        start = int(self.starts[block])
+        positions = int(self.blocks[block, 5])
         low = start + (slot - start) // positions * positions
         return low, low + positions
 
     def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Keys:
         """The keys of the slots low to high; a mapped view if the stored type is the one asked for."""
+        high = self.slots if high is None else high
         if self.layer.form == "maps":
-            return self._maps(dtype, low, self.slots if high is None else high)
+            return self._maps(dtype, low, high)
         if self.layer.form == "numbers":
-            return Numbers(self._places[low : self.slots if high is None else high], self.layer.d_in, dtype)
+            return Numbers(self._places[low:high], self.layer.d_in, dtype)
         if self.key_numbers is not None:
             return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
         return Vectors(self._vectors("key", dtype, low, high))
@@ -224,36 +235,44 @@ class SlotChunk:
         return self._encoded("error").decoded(torch.from_numpy(places), out, times)
 
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
-        """The feature maps of some rows of one block."""
-        assert self.layer.geometry is not None
+        """Return the feature maps of some rows of one block; they lie one after the other, flat, and blocks differ in their size."""
+        geometry = self.layer.geometry
+        assert geometry is not None
         block = int(np.searchsorted(self.starts, low, side="right")) - 1
         while self.counts[block] == 0 and block + 1 < len(self.starts) and low < high:
             block += 1
-        positions = int(self.blocks[block, 5])
+        start = int(self.starts[block])
+        positions = max(int(self.blocks[block, 5]), 1)
         each, *size = self.shapes[block].tolist()
-        first, last = ((place - int(self.starts[block])) // max(positions, 1) for place in (low, high))
-        widths = self.layer.geometry.channels * self.shapes[:, 1:].prod(1)
+        first_map = (low - start) // positions * each
+        count = (high - start) // positions * each - first_map
+        # All blocks: how many maps each has, and how many numbers a map has
         maps = self.blocks[:, 4] * self.shapes[:, 0]
-        skipped, before = int((maps * widths)[:block].sum()), int(maps[:block].sum())
-        width, count = int(widths[block]), (last - first) * each
-        flat = self.file[f"{self.number}.keys"][skipped + first * each * width :][: count * width].reshape(count, width)
+        widths = geometry.channels * self.shapes[:, 1:].prod(1)
+        width = int(widths[block])
+        begin = int((maps * widths)[:block].sum()) + first_map * width
+        flat = self.file[f"{self.number}.keys"][begin : begin + count * width].reshape(count, width)
         name = f"{self.number}.key_exponents"
-        scales = self.file[name][before + first * each :][:count] if name in self.file else None
-        return Maps(
-            decode(flat, scales, dtype).reshape(count, self.layer.geometry.channels, *size), self.layer.geometry
-        )
+        exponents = None
+        if name in self.file:
+            first = int(maps[:block].sum()) + first_map
+            exponents = self.file[name][first : first + count]
+        decoded = decode(flat, exponents, dtype)
+        return Maps(decoded.reshape(count, geometry.channels, *size), geometry)
 
     def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
         """(slots, d_out), of the slots low to high."""
         return self._vectors("error", dtype, low, high)
 
     def _vectors(self, what: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
-        here, stored = slice(low, self.slots if high is None else high), self._encoded(what)
+        here = slice(low, self.slots if high is None else high)
+        stored = self._encoded(what)
         return decode(stored.data[here], stored.scales(here), dtype)
 
     def _encoded(self, what: str) -> Encoded:
-        exponents = f"{self.number}.{what}_exponents"
-        return Encoded(self.file[f"{self.number}.{what}s"], self.file[exponents] if exponents in self.file else None)
+        name = f"{self.number}.{what}_exponents"
+        exponents = self.file[name] if name in self.file else None
+        return Encoded(self.file[f"{self.number}.{what}s"], exponents)
 
 
 def _at_a_time(width: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import polars as pl
 import torch
 
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.progress import Progress
+from dualform.progress import Progress, report
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
 from dualform.store.files import LocalFiles, writing
@@ -40,56 +40,85 @@ def build_totals(
     kind: "keys" (sums of keys), "deltas" (each group's part of the weights) or "both". Totals that are there stay.
     """
     folder = Path(path)
+    columns = (by,) if isinstance(by, str) else tuple(by)
     with locked(folder):
         store = Store(folder)
         if store.manifest.keep == "totals":
             raise NotRecordedError(f"{folder} keeps totals only: there are no slots to build others from.")
-        columns = (by,) if isinstance(by, str) else tuple(by)
-        known = [c.name for c in store.manifest.columns]
-        unknown = [name for name in columns if name not in known]
-        if unknown or not columns or len(set(columns)) < len(columns):
-            raise QuestionError(
-                f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known) or 'none'}."
-                if unknown
-                else f"by={by!r}: expected one or several columns, each once. Columns: {', '.join(known) or 'none'}."
-            )
-        if kind not in KINDS:
-            raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}.")
-        kind = "keys" if store.manifest.keep == "keys" else kind
-        parts = [layer.name for layer in store.manifest.layers if layer.outputs]
-        if parts and kind != "keys":
-            raise NotRecordedError(
-                f"kind={kind!r}: of layer {parts[0]!r} only the error signals of some output units were kept (outputs=), so a "
-                f'group\'s part of its weights is not known. Ask kind="keys".'
-            )
-        old = store.manifest.totals
-        others = [g for g in old.groupings if g.columns != columns] if old and old.step == store.end_step else []
-        groupings = [*others, Grouping(columns, kind)]
+        _check_columns(store, by, columns)
+        kind = _possible_kind(store, kind)
+        groupings = [*_other_groupings(store, columns), Grouping(columns, kind)]
         totals = _fold(store, groupings, progress)
         with writing(folder):
             write_totals(LocalFiles(folder), store.manifest, totals)
 
 
+def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ...]) -> None:
+    known = [column.name for column in store.manifest.columns]
+    known_text = ", ".join(known) or "none"
+    unknown = [name for name in columns if name not in known]
+    if unknown:
+        raise QuestionError(f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {known_text}.")
+    if not columns or len(set(columns)) < len(columns):
+        raise QuestionError(f"by={by!r}: expected one or several columns, each once. Columns: {known_text}.")
+
+
+def _possible_kind(store: Store, kind: str) -> str:
+    """Return the kind of totals that is asked for, or "keys" where nothing else was recorded."""
+    if kind not in KINDS:
+        raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}.")
+    if store.manifest.keep == "keys" or kind == "keys":
+        return "keys"
+    for layer in store.manifest.layers:
+        if layer.outputs:
+            raise NotRecordedError(
+                f"kind={kind!r}: of layer {layer.name!r} only the error signals of some output units were kept (outputs=), so a "
+                f'group\'s part of its weights is not known. Ask kind="keys".'
+            )
+    return kind
+
+
+def _other_groupings(store: Store, columns: tuple[str, ...]) -> list[Grouping]:
+    """Return the groupings of totals that are there, and are built again with the new ones."""
+    totals = store.manifest.totals
+    if totals is None or totals.step != store.end_step:
+        return []
+    return [grouping for grouping in totals.groupings if grouping.columns != columns]
+
+
 def _fold(store: Store, groupings: Sequence[Grouping], progress: Progress | None) -> NewTotals:
+    manifest = store.manifest
     first = store.snapshot(0)
-    sums = Accumulated(store.manifest, groupings, beginning={name: first[name] for name in first})
-    numberings = [Numbering(g.columns) for g in groupings]
-    work, deltas = len(store.manifest.chunks), any(grouping.kind != "keys" for grouping in groupings)
-    names = [p.name for p in store.manifest.parameters] if deltas else []
-    updates = {name: _updates(store, name) for name in names}
-    for place in range(work):
-        if progress is not None:
-            progress("totals", place, work)
-        slots = {n: _pieces(store, y.name, place, numberings) for n, y in enumerate(store.manifest.layers)}
-        sums.fold(slots, {name: some for name in names if (some := updates[name][place]) is not None})
-        del slots
-        store.decoded(store.manifest.chunks[place].files[SLOTS].size)
-    if progress is not None:
-        progress("totals", work, work)
+    sums = Accumulated(manifest, groupings, beginning={name: first[name] for name in first})
+    numberings = [Numbering(grouping.columns) for grouping in groupings]
+    updates: dict[str, list[Updates | None]] = {}
+    if any(grouping.kind != "keys" for grouping in groupings):
+        updates = _all_updates(store)
+    for place in report("totals", range(len(manifest.chunks)), progress):
+        _fold_chunk(store, place, sums, numberings, updates)
+        store.decoded(manifest.chunks[place].files[SLOTS].size)
     counts = [len(numbering) for numbering in numberings]
-    types = row_types([Column(c.name, c.type, "row") for c in store.manifest.columns])
+    types = row_types([Column(column.name, column.type, "row") for column in manifest.columns])
     tables = [numbering.table(types) for numbering in numberings]
     return NewTotals(store.end_step, store.rows.height, groupings, sums.tensors(counts), tables)
+
+
+def _fold_chunk(
+    store: Store,
+    place: int,
+    sums: Accumulated,
+    numberings: Sequence[Numbering],
+    updates: Mapping[str, Sequence[Updates | None]],
+) -> None:
+    slots = {}
+    for number, layer in enumerate(store.manifest.layers):
+        slots[number] = _pieces(store, layer.name, place, numberings)
+    here = {}
+    for name, of_chunks in updates.items():
+        of_chunk = of_chunks[place]
+        if of_chunk is not None:
+            here[name] = of_chunk
+    sums.fold(slots, here)
 
 
 def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering]) -> list[Piece]:
@@ -99,72 +128,97 @@ def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering
         return []
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
     groups = [_groups(store, chunk, numbering) for numbering in numberings]
-    steps, backwards = (chunk.per_slot(chunk.blocks[:, column]) for column in (0, 1))
-    ends = (chunk.starts + chunk.counts).tolist()
-    ranges = list(zip(chunk.starts.tolist(), ends, strict=True)) if chunk.layer.form == "maps" else [(0, chunk.slots)]
-    return [
-        Piece(
-            chunk.keys(dtype, low, high),
-            None if store.manifest.keep == "keys" else chunk.errors(dtype, low, high),
-            steps[low:high],
-            backwards[low:high],
-            [codes[low:high] for codes in groups],
-            None if chunk.silent is None else ~chunk.silent[low:high],
+    steps = chunk.per_slot(chunk.blocks[:, 0])
+    backwards = chunk.per_slot(chunk.blocks[:, 1])
+    ranges = [(0, chunk.slots)]
+    if chunk.layer.form == "maps":
+        ends = chunk.starts + chunk.counts
+        ranges = list(zip(chunk.starts.tolist(), ends.tolist(), strict=True))
+    pieces = []
+    for low, high in ranges:
+        if low == high:
+            continue
+        piece = Piece(
+            keys=chunk.keys(dtype, low, high),
+            errors=None if store.manifest.keep == "keys" else chunk.errors(dtype, low, high),
+            steps=steps[low:high],
+            backwards=backwards[low:high],
+            groups=[codes[low:high] for codes in groups],
+            written=None if chunk.silent is None else ~chunk.silent[low:high],
         )
-        for low, high in ranges
-        if low < high
-    ]
+        pieces.append(piece)
+    return pieces
 
 
 def _groups(store: Store, chunk: SlotChunk, numbering: Numbering) -> Ints:
-    """(slots,): the group of each slot of a chunk."""
-    known = chunk.rows() != NO_ROW
-    table = store.slot_table(chunk, list(numbering.columns)).filter(known)
+    """Return the group of each slot of a chunk, (slots,)."""
+    has_row = chunk.rows() != NO_ROW
+    table = store.slot_table(chunk, list(numbering.columns)).filter(has_row)
     if any(table[name].null_count() for name in numbering.columns):
         raise QuestionError(
             f"by {'+'.join(numbering.columns)}: layer {chunk.layer.name!r} has another number of positions than the column."
         )
-    found = np.empty(chunk.slots, np.int64)
-    found[known] = numbering.number({name: table[name].to_numpy() for name in numbering.columns}, (table.height,))
-    if not known.all():
-        found[~known] = numbering.number_without_row()
-    return found
+    groups = np.empty(chunk.slots, np.int64)
+    values = {name: table[name].to_numpy() for name in numbering.columns}
+    groups[has_row] = numbering.number(values, (table.height,))
+    if not has_row.all():
+        groups[~has_row] = numbering.number_without_row()
+    return groups
+
+
+def _all_updates(store: Store) -> dict[str, list[Updates | None]]:
+    """Return the updates of each parameter in each chunk."""
+    return {parameter.name: _updates(store, parameter.name) for parameter in store.manifest.parameters}
 
 
 def _updates(store: Store, parameter: str) -> list[Updates | None]:
-    """A parameter's updates in each chunk.
+    """Return a parameter's updates in each chunk; None: it was not updated there.
 
     The run is over, so coefficients that are numbers are taken at its end: what one chunk wrote need not be carried through the
     later ones, and the running average holds little of all but the last.
     """
-    found = [_updates_in(store, place, parameter) for place in range(len(store.manifest.chunks))]
-    kinds = {some.kind for some in found if some is not None}
-    if any(KINDS_OF[kind].elementwise for kind in kinds) or not kinds:
-        return found
+    in_chunks = [_updates_in(store, place, parameter) for place in range(len(store.manifest.chunks))]
+    kinds = {updates.kind for updates in in_chunks if updates is not None}
+    if not kinds or any(KINDS_OF[kind].elementwise for kind in kinds):
+        return in_chunks
+    reaching = _coefficients_at_the_end(in_chunks)
+    rounding = float(np.finfo(np.float64 if store.manifest.dtype == "float64" else np.float32).eps)
+    for of in OF:
+        _drop_lost(of, list(reaching.values()), rounding)
+    return [updates and replace(updates, reaching=reaching[place]) for place, updates in enumerate(in_chunks)]
+
+
+def _drop_lost(of: str, reaching: Sequence[dict[str, Walked]], rounding: float) -> None:
+    """Set coefficients to zero that are lost in the rounding of the largest, even if there are many."""
+    largest = max(float(np.abs(walked[of].c).max(initial=0)) for walked in reaching)
+    for walked in reaching:
+        is_lost = np.abs(walked[of].c) < rounding**2 * largest
+        walked[of] = replace(walked[of], c=np.where(is_lost, 0.0, walked[of].c))
+
+
+def _coefficients_at_the_end(in_chunks: Sequence[Updates | None]) -> dict[int, dict[str, Walked]]:
+    """Return the coefficients of each chunk's updates at the end of the run, by what is kept of a group."""
+    coefficients: dict[int, dict[str, Walked]] = {}
     later: dict[str, Walked] = {}
-    largest = dict.fromkeys(OF, 0.0)
-    for place in reversed(range(len(found))):
-        if (some := found[place]) is None:
+    for place in reversed(range(len(in_chunks))):
+        updates = in_chunks[place]
+        if updates is None:
             continue
-        later = {of: walk_back(some.kind, some.settings, len(some.steps), of, later.get(of)) for of in OF}
-        largest = {of: max(largest[of], float(np.abs(later[of].c).max(initial=0))) for of in OF}
-        found[place] = replace(some, reaching=later)
-    return [some and replace(some, reaching={of: _felt(some, of, largest[of], store) for of in OF}) for some in found]
-
-
-def _felt(some: Updates, of: str, largest: float, store: Store) -> Walked:
-    """Without those that are lost in the rounding of the others, even if there were many."""
-    assert some.reaching is not None
-    walked = some.reaching[of]
-    rounding = np.finfo(np.float64 if store.manifest.dtype == "float64" else np.float32).eps
-    return replace(walked, c=np.where(np.abs(walked.c) < rounding**2 * largest, 0.0, walked.c))
+        count = len(updates.steps)
+        later = {of: walk_back(updates.kind, updates.settings, count, of, later.get(of)) for of in OF}
+        coefficients[place] = dict(later)
+    return coefficients
 
 
 def _updates_in(store: Store, place: int, parameter: str) -> Updates | None:
     number = store.parameter(parameter)
-    mine = store.updates_in(place).filter(pl.col("parameter") == number)
-    if not mine.height:
+    lines = store.updates_in(place).filter(pl.col("parameter") == number)
+    if not lines.height:
         return None
-    steps = mine["step"].to_numpy().astype(np.int64)
-    factors, gradients = factor_table(mine["factors"]), store.gradients_in(place, parameter)
-    return Updates(mine["optimizer"][0], steps, settings_of(mine), factors, gradients)
+    return Updates(
+        kind=lines["optimizer"][0],
+        steps=lines["step"].to_numpy().astype(np.int64),
+        settings=settings_of(lines),
+        factors=factor_table(lines["factors"]),
+        gradients=store.gradients_in(place, parameter),
+    )

@@ -250,18 +250,15 @@ class Accumulated:
     def _fold_keys(self, number: int, slots: Piece) -> None:
         """Add the keys of slots that wrote something to the sums of their groups, and count them."""
         layer = self._manifest.layers[number]
-        counted = None if slots.written is None else torch.from_numpy(np.flatnonzero(slots.written))
         is_one_hot = isinstance(slots.keys, Numbers)
-        keys = slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors()
-        keys = keys if counted is None else keys[counted]
+        keys = _written_only(slots, slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors())
         sign = f"negative.{number}"
         is_negative = not is_one_hot and bool((keys < 0).any())
         self._signs[sign] = self._signs.get(sign, False) or is_negative
         for grouping, codes in enumerate(slots.groups):
             self._groups[grouping] = max(self._groups[grouping], int(codes.max()) + 1)
             count = self._groups[grouping]
-            groups = torch.from_numpy(codes)
-            groups = groups if counted is None else groups[counted]
+            groups = _written_only(slots, torch.from_numpy(codes))
             visits = self._rows(f"{grouping}.{number}.visits", count, (), torch.int64)
             visits.index_add_(0, groups, torch.ones_like(groups))
             if self.groupings[grouping].kind == "deltas" or not layer.attends:
@@ -388,6 +385,13 @@ class Accumulated:
             self._maps[f"now.{number}.{of}"] = state.clone()
         for of in OF:
             self._maps[f"initial.{number}.{of}"] = states[of].clone()
+
+
+def _written_only(slots: Piece, values: Tensor) -> Tensor:
+    """Return the entries of slots that wrote something. values: (n, …)."""
+    if slots.written is None:
+        return values
+    return values[torch.from_numpy(np.flatnonzero(slots.written))]
 
 
 def _of_step(uses: Uses, step: int) -> Uses:

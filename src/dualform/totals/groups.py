@@ -62,23 +62,17 @@ class Numbering:
                 return self._integers.number(value, shape)
             self._numbers = {(entry,): number for number, entry in enumerate(self._integers.entries().to_list())}
             self._integers = None
-        codes, parts = np.zeros(int(np.prod(shape)), dtype=np.int64), []
+        # One code for each combination of the columns' values
+        codes = np.zeros(int(np.prod(shape)), dtype=np.int64)
+        entries = []
         for name in self.columns:
-            value = values[name]
-            array = np.asarray(value, dtype=object if isinstance(value, (list, str)) else None)
-            if array.ndim == 1 and len(shape) == 2:
-                array = array[:, None]
-            flat = np.broadcast_to(array, shape).reshape(-1)
-            found, inverse = np.unique(flat.astype(str) if flat.dtype == object else flat, return_inverse=True)
-            parts.append([NAN if entry != entry else entry for entry in found.tolist()])
-            codes = codes * len(found) + inverse.reshape(-1)
-        met, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        numbers = np.empty(len(met), dtype=np.int64)
-        for place in np.argsort(first).tolist():
-            code, key = int(met[place]), tuple[Any, ...]()
-            for part in reversed(parts):
-                code, here = divmod(code, len(part))
-                key = (part[here], *key)
+            distinct, inverse = _distinct_values(values[name], shape)
+            entries.append(distinct)
+            codes = codes * len(distinct) + inverse
+        distinct_codes, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        numbers = np.empty(len(distinct_codes), dtype=np.int64)
+        for place in np.argsort(first).tolist():  # in the order in which they appear
+            key = _combination(int(distinct_codes[place]), entries)
             numbers[place] = self._numbers.setdefault(key, len(self._numbers))
         return numbers[inverse.reshape(-1)].reshape(shape)
 
@@ -88,6 +82,33 @@ class Numbering:
         if self._integers is not None:
             return pl.DataFrame({self.columns[0]: self._integers.entries()}, schema=types)
         return pl.DataFrame(list(self._numbers), schema=types, orient="row")
+
+
+def _broadcast(array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return one value for each row or position, flat."""
+    if array.ndim == 1 and len(shape) == 2:
+        array = array[:, None]
+    return np.broadcast_to(array, shape).reshape(-1)
+
+
+def _distinct_values(value: Any, shape: tuple[int, ...]) -> tuple[list[Any], Ints]:
+    """Return the distinct values of a column, and the place of each row's or position's value among them."""
+    array = np.asarray(value, dtype=object if isinstance(value, (list, str)) else None)
+    flat = _broadcast(array, shape)
+    if flat.dtype == object:
+        flat = flat.astype(str)
+    distinct, inverse = np.unique(flat, return_inverse=True)
+    entries = [NAN if entry != entry else entry for entry in distinct.tolist()]
+    return entries, inverse.reshape(-1)
+
+
+def _combination(code: int, entries: Sequence[list[Any]]) -> tuple[Any, ...]:
+    """Return the values that a code stands for, one of each column."""
+    values = []
+    for column in reversed(entries):
+        code, place = divmod(code, len(column))
+        values.append(column[place])
+    return tuple(reversed(values))
 
 
 class _Integers:
@@ -104,12 +125,10 @@ class _Integers:
 
     def entries(self) -> pl.Series:
         """In the order of their numbers; null for the slots without a row."""
-        found = pl.Series(np.concatenate([np.empty(0, dtype=np.int64), *self._entries]), dtype=pl.Int64)
-        return (
-            found
-            if self._without_row is None
-            else found.set(pl.Series(np.arange(self._count) == self._without_row), None)
-        )
+        entries = pl.Series(np.concatenate([np.empty(0, dtype=np.int64), *self._entries]), dtype=pl.Int64)
+        if self._without_row is None:
+            return entries
+        return entries.set(pl.Series(np.arange(self._count) == self._without_row), None)
 
     def number_without_row(self) -> int:
         """The number of the slots without a row, which get one when they are first met."""
@@ -127,17 +146,18 @@ class _Integers:
         return not value.size or (int(value.min()) >= 0 and int(value.max()) < SMALL)
 
     def number(self, value: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Ints:
-        flat = np.broadcast_to(value[:, None] if value.ndim == 1 and len(shape) == 2 else value, shape).reshape(-1)
+        flat = _broadcast(value, shape)
         largest = int(flat.max(initial=-1))
         if largest >= len(self._table):
-            more = np.full(max(largest + 1, 2 * len(self._table)) - len(self._table), -1, dtype=np.int32)
+            size = max(largest + 1, 2 * len(self._table))
+            more = np.full(size - len(self._table), -1, dtype=np.int32)
             self._table = np.concatenate([self._table, more])
         unknown = flat[self._table[flat] < 0]
         if len(unknown):
-            found, first = np.unique(unknown, return_index=True)
-            found = found[np.argsort(first)].astype(np.int64)
-            self._table[found] = np.arange(self._count, self._count + len(found))
-            self._entries.append(found)
-            self._count += len(found)
+            distinct, first = np.unique(unknown, return_index=True)
+            new = distinct[np.argsort(first)].astype(np.int64)
+            self._table[new] = np.arange(self._count, self._count + len(new))
+            self._entries.append(new)
+            self._count += len(new)
         numbers: Ints = self._table[flat].astype(np.int64).reshape(shape)
         return numbers
