@@ -20,7 +20,7 @@ from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, outer, walk_back
 from dualform.store.format import Grouping, Manifest
-from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
 Uses = Sequence[tuple[Use, "Piece"]]
 """The slots that make up a parameter, each piece with how they do so."""
@@ -354,9 +354,11 @@ class Accumulated:
         if some.rounded is None or not some.rounded.units[place]:
             return None
         name = self._manifest.parameters[number].name
-        kinds = {layer.kind for layer in self._manifest.layers if name in layer.parameters}
-        squares = _squares_of_parts(here, some.factors[place], gradient, within=ROUNDED_WITHIN in kinds)
-        spread = coarse_spread(squares, float(some.rounded.rests[place]), float(some.rounded.units[place]))
+        within = ROUNDED_WITHIN in {layer.kind for layer in self._manifest.layers if name in layer.parameters}
+        squares = _squares_of_parts(here, some.factors[place], gradient, within=within)
+        rest = float(some.rounded.rests[place])
+        unit = float(some.rounded.units[place])
+        spread = coarse_spread(squares, rest, unit, ROUNDINGS_WITHIN if within else 1)
         # The same in a recording that was interrupted and resumed
         seed = int(some.steps[place]) * len(self._numbers) + number
         generator = torch.Generator().manual_seed(seed)
