@@ -57,10 +57,16 @@ def save(folder, manifest, **changes):
     (folder / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
 
 
-def test_there_and_back(tmp_path, manifest):
+def test_a_manifest_is_read_back_as_it_was_written(tmp_path, manifest):
     (tmp_path / MANIFEST).write_bytes(manifest.dump())
     assert load_manifest(tmp_path) == manifest
     assert manifest.end_step == 3
+
+
+def test_texts_in_any_script_come_back(tmp_path, manifest):
+    named = replace(manifest, left_out={'é\n"x': "層 \u2028 \\"})
+    (tmp_path / MANIFEST).write_bytes(named.dump())
+    assert load_manifest(tmp_path) == named
 
 
 def test_the_number_of_steps_is_written_down_twice(tmp_path, manifest):

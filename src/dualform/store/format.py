@@ -228,7 +228,7 @@ class Manifest:
         texts["chunks"] = f"[{','.join(chunk.text for chunk in self.chunks)}]"
         whole = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
         head["checksum"] = checksum(f"{{{whole}}}".encode())
-        head_text = json.dumps(head, indent=1).removesuffix("\n}")
+        head_text = msgspec.json.format(msgspec.json.encode(head), indent=1).decode().removesuffix("\n}")
         lines = ",\n".join(f"  {chunk.text}" for chunk in self.chunks)
         return f'{head_text},\n "chunks": [\n{lines}\n ]\n}}\n'.encode()
 
