@@ -6,12 +6,14 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any, TypeVar, cast
 
 import polars as pl
+from cachetools import LRUCache
 
 from dualform.errors import (
     NotRecordedError,
@@ -44,6 +46,10 @@ from dualform.store.tensors import CheckedFile, read_label
 OPENINGS = 5
 """A store that changes while it is being opened is opened again, at most this many times."""
 
+CACHED_STEPS = 8
+"""Results about this many steps of training are cached at a time: one may take tens of bytes per slot."""
+
+T = TypeVar("T")
 F = TypeVar("F", bound=CheckedFile[Any])
 FileKind = Callable[[Files, str, File], F]
 """A class of checked files: ArrayFile, or TensorFile."""
@@ -58,7 +64,9 @@ class Catalog:
         """manifest: another one than that on disk (a resumed run)."""
         self.folder = Path(folder)
         self.files: Files = LocalFiles(folder)
-        self._group_tables: dict[int, pl.DataFrame] = {}
+        self._cache: dict[Hashable, Any] = {}
+        self._cache_by_step: LRUCache[int, dict[Hashable, Any]] = LRUCache(CACHED_STEPS)
+        self._cache_lock = Lock()
         self._table_bytes: dict[str, int] = {}
         self._all_table_bytes = 0
         if manifest is not None:
@@ -89,6 +97,19 @@ class Catalog:
                 checked = folder
             with self._explaining(name):
                 self._check_size(name, file)
+
+    def cached(self, key: Hashable, compute: Callable[[], T], end_step: int | None = None) -> T:
+        """Return what `compute` returned the first time. end_step: the step that it is about; None: it holds for the whole store.
+
+        Two threads may compute the same result at the same time; both are right, and one of them stays.
+        """
+        results = self._cache
+        if end_step is not None:
+            with self._cache_lock:
+                results = self._cache_by_step.setdefault(end_step, {})
+        if key not in results:
+            results[key] = compute()
+        return cast(T, results[key])
 
     @property
     def end_step(self) -> int:
@@ -186,20 +207,17 @@ class Catalog:
             raise ValueError
 
     def groups(self, grouping: int) -> pl.DataFrame:
-        """The groups of a grouping, in the order of their numbers."""
-        if grouping not in self._group_tables:
-            totals = self._totals()
-            file = totals.files[groups_name(grouping)]
-            name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
-            types = row_types([Column(column.name, column.type, "row") for column in self.manifest.columns])
-            expected = {column: types[column] for column in totals.groupings[grouping].columns}
-            table = self._read_table(name, file, self._check_totals)
-            if dict(table.schema) != expected:
-                raise StoreDamagedError(
-                    f"{self.files.path(name)} is damaged: its columns are not those of the manifest."
-                )
-            self._group_tables[grouping] = table
-        return self._group_tables[grouping]
+        """Return the groups of a grouping, in the order of their numbers."""
+        return self.cached(("group table", grouping), lambda: self._read_groups(grouping))
+
+    def _read_groups(self, grouping: int) -> pl.DataFrame:
+        totals = self._totals()
+        name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
+        table = self._read_table(name, totals.files[groups_name(grouping)], self._check_totals)
+        types = row_types([Column(column.name, column.type, "row") for column in self.manifest.columns])
+        if dict(table.schema) != {column: types[column] for column in totals.groupings[grouping].columns}:
+            raise StoreDamagedError(f"{self.files.path(name)} is damaged: its columns are not those of the manifest.")
+        return table
 
     def grouping(self, columns: Collection[str], step: int, *, deltas: bool, subset: bool = False) -> int | None:
         """The number of a grouping by just these columns (or, with subset, by more), of just this moment; None if there is none.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar, cast
 
 import numpy as np
 import polars as pl
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from dualform.errors import StoreDamagedError
@@ -44,11 +41,6 @@ READ_BYTES = 256 << 20
 WHOLE = 1 << 20
 """A table of this many rows is read as a whole."""
 
-CACHED_STEPS = 8
-"""Results about this many steps of training are cached at a time: one may take tens of bytes per slot."""
-
-T = TypeVar("T")
-
 
 class Store(Catalog):
     """A recording on disk, as far as it is sealed. Threads may share it: what they find out twice is the same."""
@@ -57,31 +49,12 @@ class Store(Catalog):
         """manifest: another one than that on disk (a resumed run)."""
         super().__init__(folder, manifest)
         self._decoded_bytes = 0
-        self._snapshots: dict[int, TensorFile] = {}
         self._written: dict[int, Label] = {}
         """By chunk: what its files were written with."""
         self._cut_chunks: set[int] = set()
         """Chunks that a resumed run has cut, whose counts are yet to be checked."""
         self._slot_files: dict[int, TensorFile] = {}
-        self._encoded_vectors: dict[tuple[int, int, str], Encoded] = {}
-        self._updates: dict[int, pl.DataFrame] = {}
         self._read_rows: dict[int, pl.DataFrame] = {}
-        self._cache: dict[Hashable, Any] = {}
-        self._cache_by_step: LRUCache[int, dict[Hashable, Any]] = LRUCache(CACHED_STEPS)
-        self._cache_lock = Lock()
-
-    def cached(self, key: Hashable, compute: Callable[[], T], end_step: int | None = None) -> T:
-        """Return what `compute` returned the first time. end_step: the step that it is about; None: it holds for the whole store.
-
-        Two threads may compute the same result at the same time; both are right, and one of them stays.
-        """
-        results = self._cache
-        if end_step is not None:
-            with self._cache_lock:
-                results = self._cache_by_step.setdefault(end_step, {})
-        if key not in results:
-            results[key] = compute()
-        return cast(T, results[key])
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -134,9 +107,7 @@ class Store(Catalog):
 
     def updates_in(self, place: int) -> pl.DataFrame:
         """The updates of one chunk."""
-        if place not in self._updates:
-            self._updates[place] = self._table(place, UPDATES)
-        return self._updates[place]
+        return self.cached(("updates", place), lambda: self._table(place, UPDATES))
 
     @cached_property
     def log(self) -> pl.DataFrame:
@@ -309,15 +280,14 @@ class Store(Catalog):
 
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
         """Return a layer's vectors in one chunk, without exponents if all of them are zero."""
-        vectors = self._encoded_vectors.get((place, number, what))
-        if vectors is None:
-            file = self._chunk_file(place)
-            name = f"{number}.{what}_exponents"
-            exponents = file[name] if name in file else None
-            is_scaled = exponents is not None and bool(exponents.any())
-            vectors = Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
-            self._encoded_vectors[place, number, what] = vectors
-        return vectors
+        return self.cached(("vectors", place, number, what), lambda: self._find_encoded(place, number, what))
+
+    def _find_encoded(self, place: int, number: int, what: str) -> Encoded:
+        file = self._chunk_file(place)
+        name = f"{number}.{what}_exponents"
+        exponents = file[name] if name in file else None
+        is_scaled = exponents is not None and bool(exponents.any())
+        return Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
 
     def _chunk_file(self, place: int) -> TensorFile:
         """The slots of a chunk, once their label and their shapes are known to fit the manifest."""
@@ -422,17 +392,11 @@ class Store(Catalog):
 
     def snapshot(self, step: int) -> TensorFile:
         """The weights, buffers and optimizer state after `step` updates."""
-        if step not in self._snapshots:
-            self._snapshots[step] = self.open_snapshot(TensorFile, step)
-        return self._snapshots[step]
+        return self.cached(("snapshot", step), lambda: self.open_snapshot(TensorFile, step))
 
     def totals(self) -> TensorFile:
         """The tensors of the totals; totals/fold.py says what they are."""
-        return self._totals_file
-
-    @cached_property
-    def _totals_file(self) -> TensorFile:
-        return self.open_totals(TensorFile)
+        return self.cached("totals", lambda: self.open_totals(TensorFile))
 
     def _table(self, place: int, name: str) -> pl.DataFrame:
         """A table of a chunk, up to the chunk's last step."""
