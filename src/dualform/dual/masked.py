@@ -148,7 +148,7 @@ def masked_by_groups(view: View, parameter: str, kept: Bools | None = None, trai
         for group in np.flatnonzero(~kept).tolist():
             total -= deltas[group]
         return total
-    total = view.initial(parameter).clone()
+    total = view.initial(parameter)
     for group in np.flatnonzero(kept).tolist():
         total += deltas[group]
     return total
