@@ -162,7 +162,8 @@ class Interrupter:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         """A function is called."""
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        is_ours = frame.f_code.co_filename.startswith(PACKAGE)
+        return self._line if is_ours and not _is_finalizer(frame) else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         # The end of a with statement is a line event, too, but nothing in Python can raise an exception there
@@ -174,6 +175,13 @@ class Interrupter:
                     raise KeyboardInterrupt
                 signal.raise_signal(signal.SIGINT)
         return self._line
+
+
+def _is_finalizer(frame: FrameType | None) -> bool:
+    """Whether this runs within `__del__`, where Python prints exceptions and ignores them."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _leaves_a_with_block(frame: FrameType) -> bool:

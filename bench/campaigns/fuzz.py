@@ -104,6 +104,12 @@ def _records_nothing(case: Case) -> bool:
     return case.spec.tied and names == ["head.bias"]
 
 
+def _moves_on_rounding_alone(case: Case) -> bool:
+    """Whether all that is trained are biases before a batch normalisation, whose gradients are zero but for rounding."""
+    names = [name for place, (name, _) in enumerate(case.network().named_parameters()) if place not in case.frozen]
+    return case.spec.norm == "batch" and all(name.endswith(".linear.bias") for name in names)
+
+
 def record(case: Case, folder: Path) -> nn.Module:
     """Train and record; gives the trained network."""
     model = case.network()
@@ -212,6 +218,8 @@ class Comparison:
     def _rows_have_their_names(self) -> None:
         if self.dual.layers == ["places"] and self.case.spec.places == "shared":
             return  # it serves all rows at once: no slot has a row
+        if _moves_on_rounding_alone(self.case):
+            return  # no slot is kept, so there are no rows
         # Within a step, rows are numbered in the order in which their slots are stored
         if sorted(self._rows()) != sorted(self.expected.rows):
             raise AssertionError(f"rows: {self._rows()} instead of {self.expected.rows}")

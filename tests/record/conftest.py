@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=str)
+def precision(request):
+    """Of everything that a test makes. In float32 ordinary passes and updates go by the compiled loops."""
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
