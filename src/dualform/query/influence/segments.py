@@ -1,21 +1,111 @@
-"""Slots by whole rows: the stretches of a chunk in which every row has equally many positions."""
+"""Segments: the stretches of training that influence looks at one by one, by default epochs; and their rows.
+
+Slots are read by whole rows: a piece is a stretch of a chunk in which every row has equally many positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.influence.segments import Segment
+from dualform.curvature.loss_mean import LossMean
+from dualform.errors import QuestionError
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import PIECE_BYTES, SlotChunk
+
+MOST = 15
+"""How many epochs are used by default, spread over the run."""
+SAMPLE = "sample_id"
+"""The column that names samples, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps begin ≤ step < end; their rows, by number."""
+
+    begin: int
+    end: int
+    first_row: int
+    end_row: int
+    moment: int
+    """The step whose weights the queries are taken from."""
+
+
+def segments(
+    store: Store, end: int, given: int | Sequence[tuple[int, int]] = MOST, sample: str | None = None
+) -> list[Segment]:
+    """The segments of a run up to step `end`.
+
+    given: at most this many epochs, spread over the run, first and last included; or the segments themselves, (begin, end) in steps.
+    An epoch is as many steps as it takes to see each sample once, on average: rows / distinct entries of the column `sample`.
+    """
+    steps = store.rows["step"].to_numpy()
+    steps = steps[steps < end]
+    if not len(steps):
+        raise QuestionError(f"there are no rows before step {end}: nothing has an influence yet.")
+    pairs = _told(given, end) if not isinstance(given, int) else _epochs(store, end, given, sample)
+    rows = [np.searchsorted(steps, pair) for pair in pairs]
+    return [
+        Segment(begin, stop, int(first), int(last), _moment(begin, stop, store.snapshot_steps()))
+        for (begin, stop), (first, last) in zip(pairs, rows, strict=True)
+        if last > first
+    ]
+
+
+def _moment(begin: int, end: int, snapshots: Sequence[int]) -> int:
+    """The middle; or a snapshot in the middle half, if there is one: its weights need not be rebuilt."""
+    middle = (begin + end) // 2
+    near = [step for step in snapshots if 4 * abs(step - middle) <= end - begin]
+    return min(near, key=lambda step: abs(step - middle), default=middle)
+
+
+def _told(given: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    pairs = [(int(begin), int(stop)) for begin, stop in given]
+    edges = [edge for pair in pairs for edge in pair]
+    if (
+        not pairs
+        or any(begin >= stop for begin, stop in pairs)
+        or edges != sorted(edges)
+        or not 0 <= edges[0] <= edges[-1] <= end
+    ):
+        raise QuestionError(
+            f"segments={given!r}: expected (begin, end) pairs of steps from 0 to {end}, one after the other, none empty."
+        )
+    return pairs
+
+
+def _epochs(store: Store, end: int, most: int, sample: str | None) -> list[tuple[int, int]]:
+    if isinstance(most, bool) or most < 1:
+        raise QuestionError(f"segments={most!r}: expected at least 1, or (begin, end) pairs of steps.")
+    count = min(_epoch_count(store, end, sample) or most, end)
+    edges = np.linspace(0, end, count + 1).round().astype(int).tolist()
+    chosen = [count // 2]
+    if most > 1:
+        chosen = np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
+    return [(edges[n], edges[n + 1]) for n in chosen]
+
+
+def _epoch_count(store: Store, end: int, sample: str | None) -> int | None:
+    """Return how many epochs there were; None: nothing tells samples apart."""
+    columns = [column.name for column in store.manifest.columns if column.per == "row"]
+    if sample is not None and sample not in columns:
+        raise QuestionError(
+            f"sample={sample!r}: there is no such column per row. Columns: {', '.join(columns) or 'none'}."
+        )
+    if sample is None and SAMPLE not in columns:
+        return None
+    rows = store.rows.filter(pl.col("step") < end)
+    samples = rows[sample or SAMPLE].n_unique()
+    return max(1, round(rows.height / max(1, samples)))
 
 
 @dataclass(frozen=True)
@@ -40,6 +130,10 @@ class Piece:
     def errors(self, dtype: torch.dtype) -> Tensor:
         """The slots' error signals, as they are."""
         return self.chunk.errors(dtype, self.low, self.high)
+
+    def loss_divisors(self, loss_mean: LossMean, dtype: torch.dtype) -> Tensor:
+        """(rows,): by what the loss's mean has divided the error signals of each row."""
+        return loss_mean.of_some(self.chunk, np.arange(self.low, self.high, self.positions), dtype)
 
     @property
     def written(self) -> Tensor | None:

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualform.curvature.loss_mean import LOSS_MEANS, LossMean
+from dualform.curvature.sums import DAMPING, Curvature
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
-from dualform.influence import kernel, sketch, whitened
-from dualform.influence.asked import Asked, asked
-from dualform.influence.curvature import DAMPING, Curvature
-from dualform.influence.factors import factors
-from dualform.influence.loss_mean import LOSS_MEANS, LossMean
-from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
-from dualform.influence.segments import Segment, segments
-from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
 from dualform.query.cache import cached
 from dualform.query.forward import Captured, margin, run
-from dualform.query.influence import Influence, RowInfluenceScorer
+from dualform.query.influence import kernel, sketch
+from dualform.query.influence.answers import Influence, RowInfluenceScorer
+from dualform.query.influence.factors import factors
+from dualform.query.influence.products import MapQuery, map_queries, whitened_products
+from dualform.query.influence.scores import LinearScores, OfSlots, RowScores, Scored
+from dualform.query.influence.segments import Segment, segments
+from dualform.query.influence.softmax import Misfit, logits
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
 ModelAt = Callable[[int], nn.Module]
-Question = dict[str, list[Asked]]
+Question = dict[str, list[MapQuery]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype
     for name, found in captured.items():
         if found.gradients is not None:
             _, layer = store.layer(name)
-            question[name] = asked(layer, found.queries.to("cpu", dtype), found.gradients.to("cpu", dtype))
+            question[name] = map_queries(layer, found.queries.to("cpu", dtype), found.gradients.to("cpu", dtype))
     return question
 
 
@@ -137,8 +137,8 @@ def loss_mean_of(store: Store, mean: str) -> LossMean:
 def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:
     return {
         name: [
-            whitened.whitened(one.pairing, one.queries, one.slopes, factors, damping)
-            for one, factors in zip(question[name], curvature.maps, strict=True)
+            whitened_products(query, factors, damping)
+            for query, factors in zip(question[name], curvature.maps, strict=True)
         ]
         for name, curvature in known.items()
     }

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.pairings import Pairing, pairings
-from dualform.influence.pieces import Window, pieces_in
-from dualform.influence.segments import Segment
+from dualform.curvature.loss_mean import LossMean
+from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.streams import Layer
+from dualform.query.influence.segments import Segment, Window, pieces_in
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -56,9 +55,9 @@ class LinearScores:
         for layer in layers:
             maps = self._maps(number, layer)
             for here, piece, keys, errors in pieces_in(self.store, layer, window, dtype):
-                divisor = self.loss_mean.of_rows(piece, dtype)
-                for pairing, product in maps:
-                    taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
+                divisor = piece.loss_divisors(self.loss_mean, dtype)
+                for linear_map, product in maps:
+                    taken, apart = linear_map.key_side(keys), linear_map.error_side(keys, errors)
                     found[:, here] += product.of_rows(some, taken, apart, piece.positions).mul_(divisor)
         return found
 
@@ -66,12 +65,12 @@ class LinearScores:
         """The scores of some queries for the slots low to high of a chunk, all in segment `number`: (queries, slots)."""
         found = torch.zeros(some.stop - some.start, high - low, dtype=dtype)
         keys, errors = chunk.keys(dtype, low, high), chunk.errors(dtype, low, high)
-        for pairing, product in self._maps(number, chunk.layer):
-            found += product.of_slots(some, pairing.key_side(keys), pairing.error_side(keys, errors))
+        for linear_map, product in self._maps(number, chunk.layer):
+            found += product.of_slots(some, linear_map.key_side(keys), linear_map.error_side(keys, errors))
         return found.mul_(self.loss_mean.of_slots(chunk, low, high, dtype))
 
-    def _maps(self, number: int, layer: Layer) -> list[tuple[Pairing, OfSlots]]:
-        return list(zip(pairings(layer), self.products[number].get(layer.name, ()), strict=False))
+    def _maps(self, number: int, layer: Layer) -> list[tuple[LinearMap, OfSlots]]:
+        return list(zip(linear_maps(layer), self.products[number].get(layer.name, ()), strict=False))
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.curvature.loss_mean import LossMean
+from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.errors import QuestionError
-from dualform.influence.asked import ByLayer
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.pairings import Pairing, pairings
-from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
-from dualform.influence.segments import Segment
-from dualform.influence.softmax import Misfit
-from dualform.influence.whitened import plain, with_constant
 from dualform.layers.streams import Layer
+from dualform.query.influence.products import Question, plain_products
+from dualform.query.influence.segments import Segment, Window, one_slot_a_row, pieces_in, windows
+from dualform.query.influence.softmax import Misfit
 from dualform.store.reader import Store
 
 DAMPING = 1.0
@@ -39,7 +37,7 @@ def kernel_scores(
     store: Store,
     layers: Sequence[Layer],
     segment: Segment,
-    question: ByLayer,
+    question: Question,
     misfit: Misfit,
     loss_mean: LossMean,
     damping: float,
@@ -57,21 +55,20 @@ def kernel_scores(
         )
     weights = misfit.weights(Window(0, segment.first_row, segment.end_row), dtype)
     kernel = torch.zeros(count, count, dtype=dtype)
-    for layer in layers:
-        for pairing in pairings(layer):
-            _add_gram(_Rows(store, layer, segment, loss_mean), pairing, kernel)
+    by_layer = [_Rows(store, layer, segment, loss_mean) for layer in layers]
+    for rows in by_layer:
+        rows.add_gram(kernel)
     kernel *= weights
     kernel *= weights[:, None]
     mean = kernel.diagonal().mean()
     added = torch.where(mean > 0, damping * mean, 1)
     kernel.diagonal().add_(added)
     torch.linalg.cholesky(kernel, out=kernel)
-    along = torch.stack([_with_queries(_Rows(store, layer, segment, loss_mean), question) for layer in layers])
+    along = torch.stack([_with_queries(rows, question) for rows in by_layer])
     solved = torch.cholesky_solve((along.sum(0) * weights).T, kernel).T * weights
-    for own, layer in zip(along, layers, strict=True):  # what is left of each layer's part of the regression
+    for own, rows in zip(along, by_layer, strict=True):  # what is left of each layer's part of the regression
         kernel.zero_()
-        for pairing in pairings(layer):
-            _add_gram(_Rows(store, layer, segment, loss_mean), pairing, kernel)
+        rows.add_gram(kernel)
         own -= solved @ kernel
     return along / -added
 
@@ -90,24 +87,34 @@ class _Rows:
         """How many rows."""
         return self.segment.end_row - self.segment.first_row
 
-    def sides(self, pairing: Pairing, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
+    def add_gram(self, kernel: Tensor) -> None:
+        """Add the inner products of the rows' gradients in this layer, (rows, rows)."""
+        for linear_map in linear_maps(self.layer):
+            if linear_map.is_one_hot:
+                _add_one_hot(self, linear_map, kernel)
+            elif linear_map.groups == 1 and one_slot_a_row(self.store, self.layer, self.segment):
+                _add_outer(self, linear_map, kernel)
+            else:
+                _add_gradients(self, linear_map, kernel)
+
+    def sides(self, linear_map: LinearMap, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
         """Stretches of rows: which, their key sides, their error sides with the loss's mean undone, and the positions of each row."""
         for window in windows(self.store, self.segment.first_row, self.segment.end_row, ROWS):
             first = window.begin - self.segment.first_row
             for here, piece, keys, errors in pieces_in(self.store, self.layer, window, dtype):
-                divisor = self.loss_mean.of_rows(piece, dtype).repeat_interleave(piece.positions)
-                apart = pairing.error_side(keys, errors) * divisor[:, None, None]
-                yield slice(first + here.start, first + here.stop), pairing.key_side(keys), apart, piece.positions
+                divisor = piece.loss_divisors(self.loss_mean, dtype).repeat_interleave(piece.positions)
+                apart = linear_map.error_side(keys, errors) * divisor[:, None, None]
+                yield slice(first + here.start, first + here.stop), linear_map.key_side(keys), apart, piece.positions
 
 
-def _with_queries(rows: _Rows, question: ByLayer) -> Tensor:
+def _with_queries(rows: _Rows, question: Question) -> Tensor:
     """⟨the query's gradient, each row's⟩ in one layer, (examples, rows)."""
     maps = question[rows.layer.name]
     dtype, examples = maps[0].slopes.dtype, maps[0].slopes.shape[0]
     found = torch.zeros(examples, rows.count, dtype=dtype)
     for one in maps:
-        product = plain(one.pairing, one.queries, one.slopes)
-        for place, taken, apart, positions in rows.sides(one.pairing, dtype):
+        product = plain_products(one)
+        for place, taken, apart, positions in rows.sides(one.linear_map, dtype):
             found[:, place] += product.of_rows(slice(0, examples), taken, apart, positions)
     return found
 
@@ -115,47 +122,37 @@ def _with_queries(rows: _Rows, question: ByLayer) -> Tensor:
 # The kernel
 
 
-def _add_gram(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
-    """Add what one linear map says."""
-    if pairing.numbers:
-        _add_one_hot(rows, pairing, kernel)
-    elif pairing.groups == 1 and one_slot_a_row(rows.store, rows.layer, rows.segment):
-        _add_outer(rows, pairing, kernel)
-    else:
-        _add_gradients(rows, pairing, kernel)
-
-
-def _add_outer(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
+def _add_outer(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
-    keys = kernel.new_zeros(len(kernel), pairing.width)
-    errors = kernel.new_zeros(len(kernel), pairing.outputs)
-    for place, taken, apart, _ in rows.sides(pairing, kernel.dtype):
+    keys = kernel.new_zeros(len(kernel), linear_map.width)
+    errors = kernel.new_zeros(len(kernel), linear_map.outputs)
+    for place, taken, apart, _ in rows.sides(linear_map, kernel.dtype):
         keys[place], errors[place] = taken[:, 0], apart[:, 0]
     for low in range(0, len(kernel), ROWS):
         some = slice(low, low + ROWS)
-        kernel[some] += (keys[some] @ keys.T + pairing.constant**2) * (errors[some] @ errors.T)
+        kernel[some] += (keys[some] @ keys.T + linear_map.constant**2) * (errors[some] @ errors.T)
 
 
-def _add_gradients(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
+def _add_gradients(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
-    width = pairing.groups * (pairing.width + 1)
+    width = linear_map.groups * (linear_map.width + 1)
     size = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
-    for low in range(0, pairing.outputs, size):
-        some = slice(low, min(low + size, pairing.outputs))
+    for low in range(0, linear_map.outputs, size):
+        some = slice(low, min(low + size, linear_map.outputs))
         gradients = kernel.new_zeros(len(kernel), width * (some.stop - some.start))
-        for place, taken, apart, positions in rows.sides(pairing, kernel.dtype):
-            extended = with_constant(pairing, taken)
+        for place, taken, apart, positions in rows.sides(linear_map, kernel.dtype):
+            extended = linear_map.with_constant(taken)
             count = place.stop - place.start
             apart, extended = (t.reshape(count, positions, *t.shape[1:]) for t in (apart[..., some], extended))
             gradients[place] += torch.einsum("rpgo,rpgw->rgow", apart, extended).reshape(count, -1)
         kernel.addmm_(gradients, gradients.T)
 
 
-def _add_one_hot(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
+def _add_one_hot(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     """Only rows with the same number have something in common: number by number."""
     found = [
         (np.repeat(np.arange(place.start, place.stop), positions), taken.numpy(), apart[:, 0])
-        for place, taken, apart, positions in rows.sides(pairing, kernel.dtype)
+        for place, taken, apart, positions in rows.sides(linear_map, kernel.dtype)
     ]
     if not found:
         return
@@ -167,7 +164,7 @@ def _add_one_hot(rows: _Rows, pairing: Pairing, kernel: Tensor) -> None:
         if numbers[order[low]] < 0:  # a key of zeros
             continue
         mine, places = np.unique(owners[order[low:high]], return_inverse=True)
-        sums = errors.new_zeros(len(mine), pairing.outputs).index_add_(
+        sums = errors.new_zeros(len(mine), linear_map.outputs).index_add_(
             0, torch.from_numpy(places), errors[torch.from_numpy(order[low:high])]
         )
         kernel[np.ix_(mine, mine)] += sums @ sums.T
