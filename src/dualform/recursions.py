@@ -116,19 +116,26 @@ def _times(one: Factor, number: float) -> Factor:
 def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.0) -> Factor:
     """one + sign·factor·other, in one go over the matrices."""
     if isinstance(factor, Inverse):
-        if isinstance(other, float) and other == 0.0:
-            return one
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
-        return one + sign * (other * factor)
+        return _plus_inverse(one, factor, other, sign)
     if isinstance(factor, Tensor) and isinstance(other, Tensor):
-        return torch.addcmul(one, factor, other, value=sign) if isinstance(one, Tensor) else one + sign * factor * other
+        if isinstance(one, Tensor):
+            return torch.addcmul(one, factor, other, value=sign)
+        return one + sign * factor * other
+    # At most one of the two is a matrix
     number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
-    if number == 0.0 or (isinstance(matrix, float) and matrix == 0.0):
+    if 0.0 in (number, matrix if isinstance(matrix, float) else 1.0):
         return one
     if isinstance(one, Tensor) and isinstance(matrix, Tensor):
         return torch.add(one, matrix, alpha=sign * float(number))
     return one + matrix * (sign * number)
+
+
+def _plus_inverse(one: Factor, factor: Inverse, other: Factor, sign: float) -> Factor:
+    if isinstance(other, float) and other == 0.0:
+        return one
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
+    return one + sign * (other * factor)
 
 
 Filled = tuple[float, Factor | Inverse, Factor | Inverse, Factor | Inverse]

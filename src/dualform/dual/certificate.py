@@ -26,8 +26,7 @@ from torch import Tensor
 
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import kept_rows
-from dualform.dual.masked import masked_by_groups
-from dualform.dual.parallel import rebuild_each
+from dualform.dual.masked import masked_by_groups, rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
@@ -285,30 +284,16 @@ class _Comparison:
 
 
 def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, str | int | float]:
-    layers = [layer.name for layer in store.users(name)]
-    described = store.manifest.parameters[store.parameter(name)]
     mine = store.updates.filter((pl.col("parameter") == store.parameter(name)) & (pl.col("step") < end))
     updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
     floor = _floor(store, name, end, found, updates)
-    verdict, reason = _judge(found, floor)
-    if "autocast" in mine.columns and mine["autocast"].drop_nulls().len() and verdict == "pass":
-        reason += " (autocast: its gradients were rounded to 16 bits)"
-    wrong = wrong_size(store, name, end) if verdict == "pass" else None
-    if wrong is not None:
-        verdict, reason = "fail", str(wrong)
-    lost = not_finite_from(store, store.parameter(name), end)
-    mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
-    if lost is not None:
-        verdict, reason = "fail", f"its gradient is not finite from step {lost} on"
-    elif mark is not None and mark.step < end:
-        verdict, reason = "inexact", f"from step {mark.step} on: {mark.why}"
-    rows = kept_rows(store, name)
-    if rows is not None and verdict == "pass":
-        reason += f" ({len(rows.places)} of {described.shape[0]} rows: outputs=)"
+    verdict, reason = _verdict(store, name, end, found, floor)
+    if verdict == "pass":
+        reason += _qualified(store, name, mine)
     residuals = mine["residual"].drop_nans()
     return {
         "parameter": name,
-        "layer": " + ".join(layers),
+        "layer": " + ".join(layer.name for layer in store.users(name)),
         "updates": updates,
         "gap": found.gap,
         "distance": found.distance,
@@ -318,6 +303,32 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
         "verdict": verdict,
         "reason": reason,
     }
+
+
+def _verdict(store: Store, name: str, end: int, found: _Comparison, floor: Floor) -> tuple[str, str]:
+    """Return pass, fail or inexact, and why."""
+    lost = not_finite_from(store, store.parameter(name), end)
+    if lost is not None:
+        return "fail", f"its gradient is not finite from step {lost} on"
+    marks = [store.manifest.inexact.get(layer.name) for layer in store.users(name)]
+    mark = next((mark for mark in marks if mark is not None), None)
+    if mark is not None and mark.step < end:
+        return "inexact", f"from step {mark.step} on: {mark.why}"
+    verdict, reason = _judge(found, floor)
+    wrong = wrong_size(store, name, end) if verdict == "pass" else None
+    return (verdict, reason) if wrong is None else ("fail", str(wrong))
+
+
+def _qualified(store: Store, name: str, updates: pl.DataFrame) -> str:
+    """Return what a reader should know of a parameter that passes."""
+    text = ""
+    if "autocast" in updates.columns and updates["autocast"].drop_nulls().len():
+        text += " (autocast: its gradients were rounded to 16 bits)"
+    rows = kept_rows(store, name)
+    if rows is not None:
+        height = store.manifest.parameters[store.parameter(name)].shape[0]
+        text += f" ({len(rows.places)} of {height} rows: outputs=)"
+    return text
 
 
 def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) -> Floor:

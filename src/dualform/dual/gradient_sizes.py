@@ -15,7 +15,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.gradients import Replayed, Slots, kept_rows, updates_of
+from dualform.dual.coefficients import updates_of
+from dualform.dual.gradients import Replayed, Slots, kept_rows
 from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use

@@ -13,13 +13,12 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.errors import NotRecordedError
+from dualform.dual.coefficients import Updates
 from dualform.layers.keys import Keys, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-from dualform.store.tables import factor_table, settings_of
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
@@ -97,27 +96,33 @@ class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | slice | None = None):
-        self._total, self._columns = torch.empty(*shape, dtype=dtype), columns
-        self._flat = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        """columns: only these of the error signals."""
+        self._total = torch.empty(*shape, dtype=dtype)
+        self._matrix = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        self._columns = columns
         self.added = 0
 
     def add(self, layer: Layer, use: Use, keys: Keys, errors: Tensor, factor: float = 1.0) -> None:
         """Add what a use makes of some slots, times a factor: in the product itself, where there is one."""
-        product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
-        fresh = not self.added and product and not use.rows
-        if not self.added and not fresh:
+        is_product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
+        # The first product overwrites whatever the memory holds
+        overwrites = not self.added and is_product and not use.rows
+        if not self.added and not overwrites:
             self._total.zero_()
         self.added += 1
-        own = self._flat[use.rows[0] : use.rows[1]] if use.rows else self._flat
-        if not product:
-            own.add_(
-                whole(layer, use, of_slots(use, keys, errors, self._columns), len(own)).reshape(own.shape), alpha=factor
-            )
+        own = self._matrix[use.rows[0] : use.rows[1]] if use.rows else self._matrix
+        if is_product:
+            self._add_product(own, use, keys, errors, factor, overwrites)
             return
-        errors = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
-        both = errors, part(keys.vectors(), use.keys)
-        left, right = both if use.role == "weight" else both[::-1]
-        own.addmm_(left.T, right, beta=0.0 if fresh else 1.0, alpha=factor)
+        written = whole(layer, use, of_slots(use, keys, errors, self._columns), len(own))
+        own.add_(written.reshape(own.shape), alpha=factor)
+
+    def _add_product(self, own: Tensor, use: Use, keys: Keys, errors: Tensor, factor: float, overwrites: bool) -> None:
+        left = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
+        right = part(keys.vectors(), use.keys)
+        if use.role == "table":
+            left, right = right, left
+        own.addmm_(left.T, right, beta=0.0 if overwrites else 1.0, alpha=factor)
 
     def taken(self) -> Tensor:
         """The sum, which stays what it is until the next one begins."""
@@ -125,62 +130,6 @@ class Sum:
             self._total.zero_()
         self.added = 0
         return self._total
-
-
-@dataclass(frozen=True)
-class Updates:
-    """The updates of one parameter over a stretch of training."""
-
-    parameter: str
-    begin: int
-    end: int
-    steps: Ints
-    """(updates,)"""
-    kind: str
-    settings: dict[str, Floats]
-    factors: Floats
-    """(updates, backward passes), 0 where there was none."""
-
-    def at(self, place: int) -> dict[str, float]:
-        """The settings of one update."""
-        return {name: float(values[place]) for name, values in self.settings.items()}
-
-    def between(self, begin: int, end: int) -> Updates:
-        """Those of a shorter stretch."""
-        here = slice(*np.searchsorted(self.steps, [begin, end]).tolist())
-        settings = {name: values[here] for name, values in self.settings.items()}
-        return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
-
-
-def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
-    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
-    if store.manifest.keep == "totals":
-        raise NotRecordedError(
-            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
-            f'were kept for. Record with keep="slots" for the rest.'
-        )
-    if store.manifest.keep == "keys":
-        raise NotRecordedError(
-            f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
-            f'certificate. Record with keep="slots" for those.'
-        )
-    number = store.parameter(parameter)
-    end = store.end_step if end is None else end
-    here = (pl.col("parameter") == number) & (pl.col("step") >= begin) & (pl.col("step") < end)
-    updates = store.updates.filter(here)
-    steps = updates["step"].to_numpy().astype(np.int64)
-    kinds = updates["optimizer"].unique().to_list()
-    if len(kinds) > 1:
-        raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
-    return Updates(
-        parameter,
-        begin,
-        end,
-        steps,
-        kinds[0] if kinds else "sgd",
-        settings_of(updates),
-        factor_table(updates["factors"]),
-    )
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -247,11 +196,7 @@ class Replayed:
         if recorded is not None and self._keep is None:
             return Step(place, recorded, [], [])
         slots = list(self._of_step(chunks, step, self.updates.factors[place]))
-        if recorded is not None:
-            return Step(place, recorded, slots, [])
-        if all(kept is None or kept.all() for *_, kept in slots):
-            return Step(place, None, slots, slots)
-        return Step(place, None, slots, [_those(some) for some in slots if some[-1] is not None and some[-1].any()])
+        return Step(place, recorded, slots, [] if recorded is not None else _kept(slots))
 
     def __call__(self, step: Step, total: Sum) -> Tensor:
         """The gradient of one update, as the optimizer saw it."""
@@ -323,6 +268,13 @@ class Replayed:
         mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
         steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
         return steps
+
+
+def _kept(slots: list[Slots]) -> list[Slots]:
+    """Return the slots that a mask keeps; the same list if that is all of them."""
+    if all(kept is None or kept.all() for *_, kept in slots):
+        return slots
+    return [_those(call) for call in slots if call[-1] is not None and call[-1].any()]
 
 
 def _those(slots: Slots) -> Slots:

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, coefficients, is_elementwise
-from dualform.dual.gradients import chosen_rows, compute_dtype, updates_of
+from dualform.dual.coefficients import Coefficients, coefficients, is_elementwise, updates_of
+from dualform.dual.gradients import chosen_rows, compute_dtype
 from dualform.dual.weights import as_bias, as_matrix, initial, rebuilt, values
 from dualform.errors import NotRecordedError
 from dualform.store.reader import Store

@@ -17,8 +17,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Replayed, Step, Sum, Updates, updates_of
+from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
+from dualform.dual.gradients import Replayed, Step, Sum
 from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats

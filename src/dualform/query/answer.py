@@ -20,7 +20,7 @@ from dualform.query.cache import cached
 from dualform.query.conditions import Condition, Where
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
-from dualform.query.scan import query_blocks, scan, tiles
+from dualform.query.scan import R, query_blocks, scan, tiles
 from dualform.query.scorer import Scorer, Selection
 from dualform.query.search import top_k
 from dualform.query.search.index import TopKRequest
@@ -145,6 +145,11 @@ class Answer:
         pieces = self._selection(where).pieces()
         for tile in tiles(pieces, self._scorer, slice(0, self._scorer.queries)):
             yield Scores(tile.slots, tile.scores.reshape(*self._shape, len(tile.slots)))
+
+    def reduce(self, reducer: R, *, where: Where | None = None) -> R:
+        """Give every score to a reducer of your own (query/scan.py says what one is), and return it."""
+        self._needs_slots("single slots")
+        return scan(self._selection(where).pieces(), self._scorer, reducer, self._executor)
 
     def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
         """Return the same as total(by) as plain numbers, with visits: for millions of groups."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dualform.dual.gradients import Keep
-from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan
-from dualform.dual.parallel import rebuild_each
+from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan, rebuild_each
 from dualform.dual.totals import View, find
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report

@@ -26,7 +26,7 @@ from dualform.query.influence.scores import LinearScores, Scored
 from dualform.query.influence.segments import Window, windows
 from dualform.query.scan import Bools
 from dualform.query.scorer import Scorer
-from dualform.query.written import has_silent, rows_written
+from dualform.query.slots import has_silent, rows_written
 from dualform.store.heap import Room
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

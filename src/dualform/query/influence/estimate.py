@@ -106,13 +106,10 @@ def _scored(
     settings: Settings,
     progress: Progress | None,
 ) -> Scored:
+    """Score rows by the method that was asked for."""
     loss_mean = loss_mean_of(store, settings.loss_mean)
     if settings.method == "whitened":
-        curvatures = factors(store, layers, found, loss_mean, progress)
-        damping = settings.damping or DAMPING
-        products = [_whitened(*both, damping) for both in zip(questions, curvatures, strict=True)]
-        norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
-        return LinearScores(store, found, loss_mean, products, norms)
+        return _whitened(store, layers, found, questions, loss_mean, settings, progress)
     recorded = [layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out]
     output = logits(recorded)
     row_scores = []
@@ -121,9 +118,11 @@ def _scored(
         misfit = Misfit(store, segment, output, loss_mean)
         common = (store, layers, segment, question, misfit, loss_mean)
         if settings.method == "kernel":
-            row_scores.append(kernel.kernel_scores(*common, settings.damping or kernel.DAMPING, settings.memory))
+            damping = settings.damping or kernel.DAMPING
+            row_scores.append(kernel.kernel_scores(*common, damping, settings.memory))
         else:
-            slot_scores.append(sketch.sketched(*common, settings.size, settings.damping or sketch.DAMPING))
+            damping = settings.damping or sketch.DAMPING
+            slot_scores.append(sketch.sketched(*common, settings.size, damping))
     if settings.method == "kernel":
         return RowScores([layer.name for layer in layers], found, row_scores)
     return LinearScores(store, found, loss_mean, slot_scores)
@@ -134,11 +133,24 @@ def loss_mean_of(store: Store, mean: str) -> LossMean:
     return cached(store, ("loss mean", mean), lambda: LossMean(store, mean))
 
 
-def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:
-    return {
-        name: [
-            whitened_products(query, factors, damping)
-            for query, factors in zip(question[name], curvature.maps, strict=True)
-        ]
-        for name, curvature in known.items()
-    }
+def _whitened(
+    store: Store,
+    layers: Sequence[Layer],
+    found: Sequence[Segment],
+    questions: Sequence[Question],
+    loss_mean: LossMean,
+    settings: Settings,
+    progress: Progress | None,
+) -> LinearScores:
+    curvatures = factors(store, layers, found, loss_mean, progress)
+    damping = settings.damping or DAMPING
+    products = []
+    for question, by_layer in zip(questions, curvatures, strict=True):
+        products.append({name: _whitened_maps(question[name], by_layer[name], damping) for name in by_layer})
+    norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
+    return LinearScores(store, found, loss_mean, products, norms)
+
+
+def _whitened_maps(queries: Sequence[MapQuery], curvature: Curvature, damping: float) -> list[OfSlots]:
+    pairs = zip(queries, curvature.maps, strict=True)
+    return [whitened_products(query, factors, damping) for query, factors in pairs]

@@ -18,7 +18,7 @@ from dualform.query.answer import check_top
 from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups
 from dualform.query.influence.softmax import TOLERANCE, is_softmax
-from dualform.query.written import written
+from dualform.query.slots import written
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 

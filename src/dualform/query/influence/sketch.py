@@ -23,8 +23,6 @@ from dualform.query.influence.segments import Segment, Window, pieces_in, window
 from dualform.query.influence.softmax import Misfit
 from dualform.store.reader import Store
 
-SIZE = 32
-"""k: each gradient becomes k × k numbers."""
 DAMPING = 1.0
 """λ: what is added to the mean eigenvalue's place, relative to the mean of the kernel's diagonal."""
 ROWS = 1024
