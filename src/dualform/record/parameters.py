@@ -218,7 +218,8 @@ class ParameterLedger:
         seen = self.parameter.numel() * self.columns
         link.coarse = audit.coarse_error(norm_of(link.added), seen, link.coarse_dtype, link.partial_sums)
         if link.is_rounded_otherwise:
-            link.coarse += audit.coarse_error_of_terms(link.scale, link.coarse_dtype)
+            link.common = audit.coarse_error_of_terms(link.scale, link.coarse_dtype)
+            link.coarse += link.common
         return torch.finfo(link.coarse_dtype).eps / 2
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:
