@@ -49,6 +49,12 @@ class Updates:
         return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
 
 
+def update_table(store: Store, parameter: str, begin: int, end: int) -> pl.DataFrame:
+    """What was recorded of a parameter's updates from `begin` to `end` (in steps), a line each."""
+    is_mine = pl.col("parameter") == store.parameter(parameter)
+    return store.updates.filter(is_mine & pl.col("step").is_between(begin, end, closed="left"))
+
+
 def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
     """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
     if store.manifest.keep == "totals":
@@ -61,10 +67,8 @@ def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None 
             f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
             f'certificate. Record with keep="slots" for those.'
         )
-    number = store.parameter(parameter)
     end = store.end_step if end is None else end
-    here = (pl.col("parameter") == number) & (pl.col("step") >= begin) & (pl.col("step") < end)
-    updates = store.updates.filter(here)
+    updates = update_table(store, parameter, begin, end)
     steps = updates["step"].to_numpy().astype(np.int64)
     kinds = updates["optimizer"].unique().to_list()
     if len(kinds) > 1:

@@ -31,6 +31,11 @@ def compute_dtype(store: Store, parameter: str) -> torch.dtype:
     return torch.float64 if kind == "float64" else torch.float32
 
 
+def uses_of(layer: Layer, parameter: str) -> list[Use]:
+    """How a layer uses a parameter."""
+    return [use for use in layer.uses if use.parameter == parameter]
+
+
 @dataclass(frozen=True)
 class Rows:
     """Some rows of a parameter: those whose error signals were kept, or those that a question is about."""
@@ -56,7 +61,7 @@ def kept_rows(store: Store, parameter: str) -> Rows | None:
 
 def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | None:
     """Some rows of a parameter, if they can be had without the others; None if not."""
-    users = [(layer, use) for layer in store.users(parameter) for use in layer.uses if use.parameter == parameter]
+    users = [(layer, use) for layer in store.users(parameter) for use in uses_of(layer, parameter)]
     if len(users) != 1:
         return None
     layer, use = users[0]
@@ -158,13 +163,15 @@ class Replayed:
     """The gradients of a parameter, put together again. Chunks are opened as they are needed."""
 
     def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, keep: Keep | None = None):
-        self._store, self.updates, self._keep = store, updates, keep
+        self._store = store
+        self.updates = updates
+        self._keep = keep
         self.rows = kept_rows(store, updates.parameter) if rows is None else rows
         described = store.manifest.parameters[store.parameter(updates.parameter)]
         self.dtype = compute_dtype(store, updates.parameter)
         self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
         self._users = store.users(updates.parameter)
-        self._uses = {y.name: [use for use in y.uses if use.parameter == updates.parameter] for y in self._users}
+        self._uses = {layer.name: uses_of(layer, updates.parameter) for layer in self._users}
         self._small = store.is_vector(updates.parameter)
         self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
@@ -184,7 +191,8 @@ class Replayed:
         apart = self._users[0].form == "vectors" and chosen_rows(self._store, self.updates.parameter, [])
         if self.rows is not None or not apart:
             return [None]
-        height, size = self.shape[0], math.prod(self.shape) * self.dtype.itemsize
+        height = self.shape[0]
+        size = math.prod(self.shape) * self.dtype.itemsize
         each = -(-height // max(1, min(height, round(size / TILE_BYTES))))
         return [slice(low, min(low + each, height)) for low in range(0, height, each)]
 
@@ -234,16 +242,10 @@ class Replayed:
         """The slots of a step, call by call."""
         for chunk, layer, kept in chunks:
             only_errors = all(use.role == "bias" for use in self._uses[layer.name])
-            low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
-            for block in range(int(low), int(high)):
-                backward = int(chunk.blocks[block, 1])
-                factor = float(factors[backward]) if backward < len(factors) else 0.0
-                start, end = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
-                if factor == 0.0 or start == end:
-                    continue
-                errors = chunk.errors(self.dtype, start, end)
-                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, start, end)
-                yield factor, layer, keys, errors, None if kept is None else kept[start:end]
+            for factor, low, high in calls_of_step(chunk, step, factors):
+                errors = chunk.errors(self.dtype, low, high)
+                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, low, high)
+                yield factor, layer, keys, errors, None if kept is None else kept[low:high]
 
     def _chunk(self, step: int) -> tuple[list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None]:
         place = int(np.searchsorted(self._ends, step, side="right"))
@@ -268,6 +270,18 @@ class Replayed:
         mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
         steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
         return steps
+
+
+def calls_of_step(chunk: SlotChunk, step: int, factors: Floats) -> Iterator[tuple[float, int, int]]:
+    """The calls of a step that count: the factor of their backward pass, and where their slots begin and end in the chunk."""
+    first, last = np.searchsorted(chunk.blocks[:, 0], [step, step + 1]).tolist()
+    for block in range(first, last):
+        backward = int(chunk.blocks[block, 1])
+        factor = float(factors[backward]) if backward < len(factors) else 0.0
+        low = int(chunk.starts[block])
+        high = low + int(chunk.counts[block])
+        if factor and low < high:
+            yield factor, low, high
 
 
 def _kept(slots: list[Slots]) -> list[Slots]:

@@ -49,7 +49,8 @@ class Plan:
     @cached_property
     def counts(self) -> tuple[Ints, Ints]:
         """(stretches,): how many slots are kept, and how many are left out."""
-        kept, every = np.zeros(len(self.edges) - 1, np.int64), np.zeros(len(self.edges) - 1, np.int64)
+        kept = np.zeros(len(self.edges) - 1, np.int64)
+        every = np.zeros(len(self.edges) - 1, np.int64)
         for layer in self.store.users(self.updates.parameter):
             for chunk in self.store.addresses(layer.name, end_step=self.updates.end):
                 places = self._stretch(chunk)
@@ -124,10 +125,12 @@ def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Kee
     found = plan(store, parameter, end=end, keep=keep)
     if found is None:
         return rebuilt(store, parameter, begin=0, end=end, keep=keep)
-    total, coefficients = trained.to(torch.float64, copy=True), walked(found.updates)
+    total = trained.to(torch.float64, copy=True)
+    coefficients = walked(found.updates)
     for begin, stop in found.rebuilt_stretches():
         total += found.part_from(begin, trained) - found.part_from(stop, trained)
-    kept, left = found.read_slots(kept=True), found.read_slots(kept=False)
+    kept = found.read_slots(kept=True)
+    left = found.read_slots(kept=False)
     if kept is not None:
         add_slots(store, parameter, coefficients, total, None, kept)
     if left is not None:

@@ -202,7 +202,8 @@ def _stretches(gradients: Replayed) -> Iterator[list[Step]]:
         nbytes += steps[-1].nbytes
         if nbytes >= SLOT_BYTES:
             yield steps
-            steps, nbytes = [], 0
+            steps = []
+            nbytes = 0
     yield steps
 
 
@@ -215,9 +216,11 @@ class Backward:
     """
 
     def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, *, wide: bool = False):
-        self._updates, self._kind = updates, KINDS[updates.kind]
+        self._updates = updates
+        self._kind = KINDS[updates.kind]
         self._gradients = Replayed(store, updates, rows)
-        self.rows, self._sum = self._gradients.rows, self._gradients.sum()
+        self.rows = self._gradients.rows
+        self._sum = self._gradients.sum()
         self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
         dtype = torch.float64 if wide else self._gradients.dtype
         self.p: Factor = torch.ones_like(self.first.weight, dtype=dtype)

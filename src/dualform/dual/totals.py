@@ -26,7 +26,8 @@ class View:
     """The totals of one grouping."""
 
     def __init__(self, store: Store, grouping: int):
-        self._store, self._grouping = store, grouping
+        self._store = store
+        self._grouping = grouping
         self._file = store.totals()
 
     @cached_property

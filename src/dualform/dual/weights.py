@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, weighted_parts
+from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, uses_of, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
@@ -32,7 +32,8 @@ Reached = dict[str, tuple[int, Moment]]
 
 def initial_part(store: Store, parameter: str, found: Coefficients, rows: Rows | None = None) -> Tensor:
     """a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
-    snapshot, average = store.snapshot(found.updates.begin), KINDS[found.updates.kind].average
+    snapshot = store.snapshot(found.updates.begin)
+    average = KINDS[found.updates.kind].average
     total = snapshot[f"model.{parameter}"].double() * found.walked.a
     if average and f"state.{parameter}.{average}" in snapshot:
         total += snapshot[f"state.{parameter}.{average}"].double() * found.walked.b
@@ -119,7 +120,7 @@ def add_slots(
     columns = None if rows is None else rows.columns
     near = Sum(total.shape, torch.float64 if is_vector else dtype, columns)
     for layer in store.users(parameter):
-        uses = [use for use in layer.uses if use.parameter == parameter]
+        uses = uses_of(layer, parameter)
         only_errors = all(use.role == "bias" for use in uses)
         # What slots write to an elementwise weight is a vector already: it is summed in float64
         own_dtype = torch.float64 if is_vector and not only_errors else dtype
@@ -209,7 +210,8 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
     for use in uses:
         found = weights[use.parameter]
         found = found[use.rows[0] : use.rows[1]] if use.rows else found
-        ranges, place = use.errors or (0, layer.d_out), 0
+        ranges = use.errors or (0, layer.d_out)
+        place = 0
         for low, high in zip(ranges[::2], ranges[1::2], strict=True):
             total[low:high] += found[place : place + high - low]
             place += high - low

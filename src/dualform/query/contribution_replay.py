@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates, is_elementwise
-from dualform.dual.gradients import Rows, kept_rows
+from dualform.dual.gradients import Rows, calls_of_step, kept_rows
 from dualform.dual.replay import Backward
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
@@ -92,18 +92,10 @@ class ContributionReplay:
         self, total: Tensor, slot_use: Use, weighed: Tensor, rows: Rows | None, updates: Updates, place: int
     ) -> None:
         step = int(updates.steps[place])
-        factors = updates.factors[place]
         chunk = self._chunk_at(step)
         if chunk is None:
             return
-        first, last = np.searchsorted(chunk.blocks[:, 0], [step, step + 1]).tolist()
-        for block in range(first, last):
-            backward = int(chunk.blocks[block, 1])
-            factor = float(factors[backward]) if backward < len(factors) else 0.0
-            low = int(chunk.starts[block])
-            high = low + int(chunk.counts[block])
-            if not factor or high == low:
-                continue
+        for factor, low, high in calls_of_step(chunk, step, updates.factors[place]):
             keys = chunk.keys(total.dtype, low, high)
             errors = chunk.errors(total.dtype, low, high)
             found = scores(slot_use, weighed, keys, errors, rows)

@@ -22,8 +22,8 @@ from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import DAMPING, Curvature, Factors, Sums, damped
 from dualform.errors import StoreDamagedError
 from dualform.layers.streams import Layer
-from dualform.progress import Progress
-from dualform.query.influence.segments import Piece, Segment, one_slot_a_row, pieces, windows
+from dualform.progress import Progress, report
+from dualform.query.influence.segments import RowPiece, Segment, one_slot_a_row, row_pieces, windows
 from dualform.store.access import open_regular, reading
 from dualform.store.folder import flush_folder
 from dualform.store.format import NO_ROW, SLOTS, File, checksum
@@ -54,12 +54,8 @@ def factors(
     """For each segment and layer the factors of the layer's maps: those kept beside the store, or built and then kept."""
     found: list[ByLayer] = [{} for _ in segments]
     work = [(place, layer) for place in range(len(segments)) for layer in layers]
-    for done, (place, layer) in enumerate(work):
-        if progress is not None:
-            progress("curvature", done, len(work))
+    for place, layer in report("curvature", work, progress):
         found[place][layer.name] = _factors(store, layer, segments[place], loss_mean)
-    if progress is not None:
-        progress("curvature", len(work), len(work))
     return found
 
 
@@ -128,7 +124,8 @@ def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]], 
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
     sums = [Sums(linear_map) for linear_map in linear_maps(layer)]
     for piece in _spread(calls):
-        keys, errors = piece.keys(dtype), piece.errors(dtype)
+        keys = piece.keys(dtype)
+        errors = piece.errors(dtype)
         divisor = loss_mean.of_slots(piece.chunk, piece.low, piece.high, dtype)
         for one in sums:
             one.add(keys, errors, divisor, piece.written)
@@ -142,7 +139,7 @@ def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Te
     found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float32)
     for window in windows(store, segment.first_row, segment.end_row, ROWS):
         chunk = store.chunk_of(layer.name, window.place)
-        for piece in [] if chunk is None else pieces(chunk, window.begin, window.end, layer.d_in):
+        for piece in [] if chunk is None else row_pieces(chunk, window.begin, window.end, layer.d_in):
             first = piece.first_row - segment.first_row
             keys = linear_map.with_constant(linear_map.key_side(piece.keys(torch.float32))[:, 0])[:, : len(triangle)]
             solved = torch.linalg.solve_triangular(triangle, keys.T, upper=False)
@@ -150,7 +147,7 @@ def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Te
     return found
 
 
-def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
+def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[RowPiece]:
     """Some rows of some calls: at most about SLOTS_TAKEN slots."""
     if not calls:
         return
@@ -159,9 +156,11 @@ def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
     share = min(1.0, SLOTS_TAKEN / (count * slots))
     for place in np.linspace(0, len(calls) - 1, count).round().astype(int).tolist():
         chunk, block = calls[place]
-        first, rows = int(chunk.blocks[block, 3]), max(1, round(share * int(chunk.blocks[block, 4])))
-        positions, start = int(chunk.blocks[block, 5]), int(chunk.starts[block])
-        yield Piece(chunk, start, start + rows * positions, positions, first)
+        first = int(chunk.blocks[block, 3])
+        rows = max(1, round(share * int(chunk.blocks[block, 4])))
+        positions = int(chunk.blocks[block, 5])
+        start = int(chunk.starts[block])
+        yield RowPiece(chunk, start, start + rows * positions, positions, first)
 
 
 def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: float) -> list[Factors] | None:
@@ -170,7 +169,9 @@ def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: fl
     None: nothing was counted in most of it, or stretches are longer than the segment and would tell too little of it.
     """
     number, _ = store.layer(layer.name)
-    weights, files, met = [], [], 0
+    weights = []
+    files = []
+    met = 0
     for begin, end in pairwise(store.snapshot_steps()):
         common = min(end, segment.end) - max(begin, segment.begin)
         if common <= 0:

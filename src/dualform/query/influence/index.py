@@ -20,7 +20,7 @@ from dualform.layers.keys import Vectors
 from dualform.layers.streams import Layer
 from dualform.query.influence.products import Products
 from dualform.query.influence.scores import LinearScores
-from dualform.query.influence.segments import Piece, Window, pieces, windows
+from dualform.query.influence.segments import RowPiece, Window, row_pieces, windows
 from dualform.query.ranking import Ranking, rank_keys, side_by_side, stacked
 from dualform.query.reducers import TopK
 from dualform.query.scan import Bools
@@ -143,7 +143,7 @@ class _BoundedWindow:
         self._scratch = scratch
         count = queries.stop - queries.start
         self._bound = torch.zeros(count, window.end - window.begin, dtype=index.dtype)
-        self._parts: list[tuple[Layer, Products, Piece, Tensor]] = []
+        self._parts: list[tuple[Layer, Products, RowPiece, Tensor]] = []
         for layer in index.layers:
             self._add_layer(layer, segment)
 
@@ -159,7 +159,7 @@ class _BoundedWindow:
             return
         [linear_map] = linear_maps(layer)
         first_row = scored.segments[segment].first_row
-        for piece in pieces(chunk, self._window.begin, self._window.end, layer.d_out):
+        for piece in row_pieces(chunk, self._window.begin, self._window.end, layer.d_out):
             errors = piece.chunk.some_errors(np.arange(piece.low, piece.high), self._scratch)
             slopes = product.slopes_along(self._queries, linear_map.error_side(Vectors(errors), errors))
             slopes *= piece.loss_divisors(scored.loss_mean, self._index.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -103,19 +104,25 @@ class _Rows:
             first = window.begin - self.segment.first_row
             for here, piece, keys, errors in pieces_in(self.store, self.layer, window, dtype):
                 divisor = piece.loss_divisors(self.loss_mean, dtype).repeat_interleave(piece.positions)
-                apart = linear_map.error_side(keys, errors) * divisor[:, None, None]
-                yield slice(first + here.start, first + here.stop), linear_map.key_side(keys), apart, piece.positions
+                own_errors = linear_map.error_side(keys, errors) * divisor[:, None, None]
+                yield (
+                    slice(first + here.start, first + here.stop),
+                    linear_map.key_side(keys),
+                    own_errors,
+                    piece.positions,
+                )
 
 
 def _with_queries(rows: _Rows, question: Question) -> Tensor:
     """⟨the query's gradient, each row's⟩ in one layer, (examples, rows)."""
     maps = question[rows.layer.name]
-    dtype, examples = maps[0].slopes.dtype, maps[0].slopes.shape[0]
+    dtype = maps[0].slopes.dtype
+    examples = maps[0].slopes.shape[0]
     found = torch.zeros(examples, rows.count, dtype=dtype)
     for one in maps:
         product = plain_products(one)
-        for place, taken, apart, positions in rows.sides(one.linear_map, dtype):
-            found[:, place] += product.of_rows(slice(0, examples), taken, apart, positions)
+        for place, own_keys, own_errors, positions in rows.sides(one.linear_map, dtype):
+            found[:, place] += product.of_rows(slice(0, examples), own_keys, own_errors, positions)
     return found
 
 
@@ -126,8 +133,9 @@ def _add_outer(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
     keys = kernel.new_zeros(len(kernel), linear_map.width)
     errors = kernel.new_zeros(len(kernel), linear_map.outputs)
-    for place, taken, apart, _ in rows.sides(linear_map, kernel.dtype):
-        keys[place], errors[place] = taken[:, 0], apart[:, 0]
+    for place, own_keys, own_errors, _ in rows.sides(linear_map, kernel.dtype):
+        keys[place] = own_keys[:, 0]
+        errors[place] = own_errors[:, 0]
     for low in range(0, len(kernel), ROWS):
         some = slice(low, low + ROWS)
         kernel[some] += (keys[some] @ keys.T + linear_map.constant**2) * (errors[some] @ errors.T)
@@ -138,33 +146,31 @@ def _add_gradients(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     width = linear_map.groups * (linear_map.width + 1)
     size = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
     for low in range(0, linear_map.outputs, size):
-        some = slice(low, min(low + size, linear_map.outputs))
-        gradients = kernel.new_zeros(len(kernel), width * (some.stop - some.start))
-        for place, taken, apart, positions in rows.sides(linear_map, kernel.dtype):
-            extended = linear_map.with_constant(taken)
+        high = min(low + size, linear_map.outputs)
+        gradients = kernel.new_zeros(len(kernel), width * (high - low))
+        for place, own_keys, own_errors, positions in rows.sides(linear_map, kernel.dtype):
             count = place.stop - place.start
-            apart, extended = (t.reshape(count, positions, *t.shape[1:]) for t in (apart[..., some], extended))
-            gradients[place] += torch.einsum("rpgo,rpgw->rgow", apart, extended).reshape(count, -1)
+            keys = linear_map.with_constant(own_keys)
+            keys = keys.reshape(count, positions, *keys.shape[1:])
+            errors = own_errors[..., low:high]
+            errors = errors.reshape(count, positions, *errors.shape[1:])
+            gradients[place] += torch.einsum("rpgo,rpgw->rgow", errors, keys).reshape(count, -1)
         kernel.addmm_(gradients, gradients.T)
 
 
 def _add_one_hot(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
     """Only rows with the same number have something in common: number by number."""
-    found = [
-        (np.repeat(np.arange(place.start, place.stop), positions), taken.numpy(), apart[:, 0])
-        for place, taken, apart, positions in rows.sides(linear_map, kernel.dtype)
-    ]
-    if not found:
-        return
-    owners, numbers = (np.concatenate(some) for some in list(zip(*found, strict=True))[:2])
-    errors = torch.cat([apart for _, _, apart in found])
-    order = np.lexsort((owners, numbers))
-    starts = np.flatnonzero(np.diff(numbers[order], prepend=-2))
-    for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
-        if numbers[order[low]] < 0:  # a key of zeros
-            continue
-        mine, places = np.unique(owners[order[low:high]], return_inverse=True)
-        sums = errors.new_zeros(len(mine), linear_map.outputs).index_add_(
-            0, torch.from_numpy(places), errors[torch.from_numpy(order[low:high])]
-        )
+    owners = [np.zeros(0, np.int64)]
+    numbers = [np.zeros(0, np.int64)]
+    errors = [kernel.new_zeros(0, linear_map.outputs)]
+    for place, own_keys, own_errors, positions in rows.sides(linear_map, kernel.dtype):
+        owners.append(np.repeat(np.arange(place.start, place.stop), positions))
+        numbers.append(own_keys.numpy())
+        errors.append(own_errors[:, 0])
+    slots = pl.DataFrame({"number": np.concatenate(numbers), "row": np.concatenate(owners)}).with_row_index("slot")
+    every = torch.cat(errors)
+    for same in slots.filter(pl.col("number") >= 0).partition_by("number"):  # −1 is a key of zeros
+        mine, places = np.unique(same["row"].to_numpy(), return_inverse=True)
+        sums = every.new_zeros(len(mine), linear_map.outputs)
+        sums.index_add_(0, torch.from_numpy(places), every[same["slot"].to_numpy().astype(np.int64)])
         kernel[np.ix_(mine, mine)] += sums @ sums.T

@@ -109,7 +109,7 @@ def _epoch_count(store: Store, end: int, sample: str | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """The slots low to high of a chunk: rows × positions of them, from row `first_row` on, one row after the other."""
 
     chunk: SlotChunk
@@ -142,22 +142,27 @@ class Piece:
         return None if silent is None else torch.from_numpy(~silent[self.low : self.high])
 
 
-def pieces(chunk: SlotChunk, begin: int, end: int, width: int) -> Iterator[Piece]:
+def row_pieces(chunk: SlotChunk, begin: int, end: int, width: int) -> Iterator[RowPiece]:
     """The slots of the rows begin to end (by their number), in stretches that decode to at most PIECE_BYTES.
 
     Slots that serve all rows are in no piece.
     """
     most = max(1, PIECE_BYTES // (8 * max(width, 1)))
-    held: Piece | None = None
-    firsts, counts, each = chunk.blocks[:, 3], chunk.blocks[:, 4], chunk.blocks[:, 5]
+    held: RowPiece | None = None
+    firsts = chunk.blocks[:, 3]
+    counts = chunk.blocks[:, 4]
+    each = chunk.blocks[:, 5]
     here = (firsts != NO_ROW) & (firsts < end) & (firsts + counts > begin) & (each > 0)
     for block in np.flatnonzero(here).tolist():
-        first, positions, start = int(firsts[block]), int(each[block]), int(chunk.starts[block])
-        low, high = max(begin - first, 0), min(end - first, int(counts[block]))
-        whole = Piece(chunk, start + low * positions, start + high * positions, positions, first + low)
+        first = int(firsts[block])
+        positions = int(each[block])
+        start = int(chunk.starts[block])
+        low = max(begin - first, 0)
+        high = min(end - first, int(counts[block]))
+        whole = RowPiece(chunk, start + low * positions, start + high * positions, positions, first + low)
         if held is not None:
             if _follows(held, whole) and whole.high - held.low <= most:
-                held = Piece(chunk, held.low, whole.high, positions, held.first_row)
+                held = RowPiece(chunk, held.low, whole.high, positions, held.first_row)
                 continue
             yield from _cut(held, most)
         held = whole
@@ -165,17 +170,20 @@ def pieces(chunk: SlotChunk, begin: int, end: int, width: int) -> Iterator[Piece
         yield from _cut(held, most)
 
 
-def _follows(one: Piece, other: Piece) -> bool:
+def _follows(one: RowPiece, other: RowPiece) -> bool:
     """Whether two pieces are one: feature maps are read call by call."""
-    alike = one.chunk.layer.form != "maps" and one.positions == other.positions and one.high == other.low
-    return alike and one.first_row + one.rows == other.first_row
+    if one.chunk.layer.form == "maps" or one.positions != other.positions:
+        return False
+    return one.high == other.low and one.first_row + one.rows == other.first_row
 
 
-def _cut(piece: Piece, most: int) -> Iterator[Piece]:
-    some = max(1, most // piece.positions)
-    for row in range(0, piece.rows, some):
-        low, high = (piece.low + n * piece.positions for n in (row, min(row + some, piece.rows)))
-        yield Piece(piece.chunk, low, high, piece.positions, piece.first_row + row)
+def _cut(piece: RowPiece, most: int) -> Iterator[RowPiece]:
+    size = max(1, most // piece.positions)
+    for row in range(0, piece.rows, size):
+        end_row = min(row + size, piece.rows)
+        low = piece.low + row * piece.positions
+        high = piece.low + end_row * piece.positions
+        yield RowPiece(piece.chunk, low, high, piece.positions, piece.first_row + row)
 
 
 class Window(NamedTuple):
@@ -189,19 +197,20 @@ class Window(NamedTuple):
 def windows(store: Store, begin: int, end: int, size: int) -> Iterator[Window]:
     """The rows begin to end, chunk by chunk, at most `size` at a time."""
     for place, chunk in enumerate(store.manifest.chunks):
-        first, last = max(begin, chunk.first_row), min(end, chunk.first_row + chunk.rows)
+        first = max(begin, chunk.first_row)
+        last = min(end, chunk.first_row + chunk.rows)
         for low in range(first, last, size):
             yield Window(place, low, min(low + size, last))
 
 
 def pieces_in(
     store: Store, layer: Layer, window: Window, dtype: torch.dtype
-) -> Iterator[tuple[slice, Piece, Keys, Tensor]]:
+) -> Iterator[tuple[slice, RowPiece, Keys, Tensor]]:
     """A layer's slots in a window: which of its rows, the piece, its keys and its error signals."""
     chunk = store.chunk_of(layer.name, window.place)
     if chunk is None:
         return
-    for piece in pieces(chunk, window.begin, window.end, layer.d_in + layer.d_out):
+    for piece in row_pieces(chunk, window.begin, window.end, layer.d_in + layer.d_out):
         first = piece.first_row - window.begin
         yield slice(first, first + piece.rows), piece, piece.keys(dtype), piece.errors(dtype)
 
