@@ -141,7 +141,7 @@ def test_verify_passes(run):
 
 
 def test_verify_fails_where_the_weights_are_not_what_the_slots_say(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("dualform.dual.parallel.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
+    monkeypatch.setattr("dualform.dual.masked.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
     failed = call("verify", run)
     assert failed.exit_code == 1
     assert "Not verified: 0.weight, 0.bias, 2.weight, 2.bias" in failed.stdout

@@ -39,7 +39,8 @@ from campaigns.contents import Contents, contents
 from campaigns.fuzz_cases import PARTS, Case, draw_case
 from campaigns.fuzz_networks import CLASSES, data
 from campaigns.plain import Plain
-from dualform.dual.gradients import Replayed, updates_of
+from dualform.dual.coefficients import updates_of
+from dualform.dual.gradients import Replayed
 from dualform.layers.keys import part as columns
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual

@@ -116,19 +116,26 @@ def _times(one: Factor, number: float) -> Factor:
 def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.0) -> Factor:
     """one + sign·factor·other, in one go over the matrices."""
     if isinstance(factor, Inverse):
-        if isinstance(other, float) and other == 0.0:
-            return one
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
-        return one + sign * (other * factor)
+        return _plus_inverse(one, factor, other, sign)
     if isinstance(factor, Tensor) and isinstance(other, Tensor):
-        return torch.addcmul(one, factor, other, value=sign) if isinstance(one, Tensor) else one + sign * factor * other
+        if isinstance(one, Tensor):
+            return torch.addcmul(one, factor, other, value=sign)
+        return one + sign * factor * other
+    # At most one of the two is a matrix
     number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
-    if number == 0.0 or (isinstance(matrix, float) and matrix == 0.0):
+    if 0.0 in (number, matrix if isinstance(matrix, float) else 1.0):
         return one
     if isinstance(one, Tensor) and isinstance(matrix, Tensor):
         return torch.add(one, matrix, alpha=sign * float(number))
     return one + matrix * (sign * number)
+
+
+def _plus_inverse(one: Factor, factor: Inverse, other: Factor, sign: float) -> Factor:
+    if isinstance(other, float) and other == 0.0:
+        return one
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
+    return one + sign * (other * factor)
 
 
 Filled = tuple[float, Factor | Inverse, Factor | Inverse, Factor | Inverse]
@@ -170,7 +177,8 @@ class Kind:
 
 def outer(settings: Settings) -> tuple[float, float, float]:
     """sign, decay and shrink: what every optimizer has."""
-    decay, decoupled = settings["weight_decay"], bool(settings.get("decoupled", 0.0))
+    decay = settings["weight_decay"]
+    decoupled = bool(settings.get("decoupled", 0.0))
     sign = -1.0 if settings["maximize"] else 1.0
     return sign, 0.0 if decoupled else decay, 1.0 - settings["lr"] * decay if decoupled else 1.0
 
@@ -228,7 +236,8 @@ def _nadam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tenso
     inverse = _inverse(root, squares, s["eps"] * root, room)
     now, coming = (nadam_momentum(s, count) for count in (s["count"], s["count"] + 1))
     product = s["mu_product"]
-    direct, through = s["lr"] * (1 - now) / (1 - product), s["lr"] * coming / (1 - product * coming)
+    direct = s["lr"] * (1 - now) / (1 - product)
+    through = s["lr"] * coming / (1 - product * coming)
     return s["beta1"], 1 - s["beta1"], inverse * direct, inverse * through
 
 
@@ -313,7 +322,8 @@ def at_rest(
         resting &= shared[name].abs() <= smallest
     if not resting.any():
         return linear
-    moved, moved_average = weight.clone(), average.clone()
+    moved = weight.clone()
+    moved_average = average.clone()
     linear.apply(moved, moved_average, gradient)
     resting &= moved == weight
     take, direct, through = (_zeroed(factor, resting) for factor in (linear.take, linear.direct, linear.through))
@@ -348,7 +358,8 @@ def walk_back(
     columns = {name: values.tolist() for name, values in settings.items()}
     p, q = (1.0, 0.0) if of == "weight" else (0.0, 1.0)
     if later is not None:
-        p, q = later.a, later.b
+        p = later.a
+        q = later.b
     for s in range(updates - 1, -1, -1):
         one = KINDS[kind].linear({name: values[s] for name, values in columns.items()}, {}, None)
         c[s], p, q = one.back(p, q)  # type: ignore[assignment]

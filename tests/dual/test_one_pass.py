@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualform
-from dualform.dual import one_pass, replay
-from dualform.dual.gradients import updates_of
-from dualform.dual.one_pass import in_one_pass
+from dualform.dual import replay
+from dualform.dual.coefficients import updates_of
 from dualform.dual.replay import Moment, forward, step_on
 from dualform.native.kernels import kernels
 from dualform.query.conditions import Condition
@@ -41,7 +40,7 @@ def drawn(shape, seed, spread=0.0):
 
 
 def on(now, settings, full, kept, kind="adam"):
-    return in_one_pass(KINDS[kind], settings, now.shared, now.weight, now.average, full, kept)
+    return replay._adam_in_one_pass(KINDS[kind], settings, now, full, kept)
 
 
 @compiled
@@ -123,10 +122,11 @@ def test_replays_in_one_pass_are_those_in_many(tmp_path, monkeypatch, dtype, whe
     keep = None if where is None else Condition(store, where, 6)
     walks = [updates_of(store, name, end=6) for name, _ in model.named_parameters()]
     done = []
-    monkeypatch.setattr(replay, "in_one_pass", lambda *all_: (done.append(in_one_pass(*all_)), done[-1])[1])
+    in_one_pass = replay._adam_in_one_pass
+    monkeypatch.setattr(replay, "_adam_in_one_pass", lambda *all_: (done.append(in_one_pass(*all_)), done[-1])[1])
     found = [forward(store, one, keep, only_masked=True)[1] for one in walks]
     assert done == [True] * 6 * len(walks)
-    monkeypatch.setattr(one_pass, "kernels", lambda: None)
+    monkeypatch.setattr(replay, "kernels", lambda: None)
     for one, mine in zip(walks, found, strict=True):
         plain = forward(store, one, keep, only_masked=True)[1]
         torch.testing.assert_close(mine.weight, plain.weight, rtol=2e-6, atol=2e-7)

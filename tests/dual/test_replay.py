@@ -5,7 +5,7 @@ from torch import nn
 
 import dualform
 from dualform.dual import gradients, replay, weights
-from dualform.dual.gradients import updates_of
+from dualform.dual.coefficients import updates_of
 from dualform.dual.replay import forward
 from dualform.dual.weights import Reached, rebuilt
 from dualform.query.conditions import Condition

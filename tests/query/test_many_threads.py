@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.influence import factors
 from dualform.layers.keys import Vectors
 from dualform.query import scan
+from dualform.query.influence import factors
 from dualform.query.search import index
 from dualform.store import reader
 from dualform.store.tensors import write_tensors

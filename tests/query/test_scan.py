@@ -102,3 +102,29 @@ def test_a_new_scorer_and_a_new_reducer(trained):
     with ThreadPoolExecutor(2) as pool:
         for executor in (None, pool):
             assert scan(pieces(), scorer, Count(limit), executor).count == int((lengths > limit).sum())
+
+
+class Highest:
+    """A new reducer: the highest score of each query."""
+
+    def __init__(self, queries):
+        self.scores = torch.full((queries,), -torch.inf)
+
+    def empty(self):
+        return Highest(len(self.scores))
+
+    def add(self, tile):
+        self.scores = torch.maximum(self.scores, tile.scores.amax(1))
+
+    def merge(self, other):
+        self.scores = torch.maximum(self.scores, other.scores)
+
+
+@pytest.mark.parametrize("where", [None, pl.col("label") == 1])
+def test_a_reducer_of_ones_own_sees_every_score(trained, where):
+    expected = trained.dual.attend(INPUTS)["2"].top(1, where=where)["weight"].to_torch()
+    with ThreadPoolExecutor(3) as pool:
+        for executor in (None, pool):
+            dual = dualform.open(trained.dual.store.folder, trained.model, executor=executor)
+            found = dual.attend(INPUTS)["2"].reduce(Highest(len(INPUTS)), where=where)
+            torch.testing.assert_close(found.scores, expected.to(found.scores.dtype))

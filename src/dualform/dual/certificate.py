@@ -24,15 +24,15 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.dual.coefficients import update_table
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import kept_rows
-from dualform.dual.masked import masked_by_groups
-from dualform.dual.parallel import rebuild_each
+from dualform.dual.masked import masked_by_groups, rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
-from dualform.progress import Progress
+from dualform.progress import Progress, report
 from dualform.projection import Projection
 from dualform.store.reader import Store
 
@@ -118,17 +118,13 @@ def verify(store: Store, end: int, progress: Progress | None = None, workers: in
     """Compare each parameter of the dual at `end` with the weights that training left there."""
     moment = _moment_to_compare(store, end)
     names = [parameter.name for parameter in store.manifest.parameters]
+    duals = _duals(store, end, workers)
     lines = []
-    duals = _duals(store, end, workers) if moment.snapshot is not None else None
-    for number, name in enumerate(names):
-        if progress is not None:
-            progress("verifying", number, len(names))
-        if duals is not None and moment.snapshot is not None:
-            lines.append(_line(store, name, next(duals), _primal(store, name, moment.snapshot, end), end))
-        else:
+    for name in report("verifying", names, progress):
+        if moment.snapshot is None:
             lines.append(_projected_line(store, name, end))
-    if progress is not None:
-        progress("verifying", len(names), len(names))
+        else:
+            lines.append(_line(store, name, next(duals), _primal(store, name, moment.snapshot, end), end))
     return Certificate(pl.DataFrame(lines, schema=_SCHEMA), end, moment.compared_with, _row_evidence(store))
 
 
@@ -214,7 +210,8 @@ def _primal(store: Store, parameter: str, nearest: int, end: int) -> Tensor:
 
 def _stored(store: Store, parameter: str, step: int) -> Tensor:
     """A parameter as a snapshot has it: those rows of it whose error signals were kept."""
-    rows, value = kept_rows(store, parameter), store.snapshot(step)[f"model.{parameter}"].double()
+    rows = kept_rows(store, parameter)
+    value = store.snapshot(step)[f"model.{parameter}"].double()
     return value if rows is None else rows.of(value)
 
 
@@ -237,18 +234,17 @@ PROJECTION_ROUNDING = 8.0
 
 def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | float]:
     """Compare projections at some steps after the last snapshot, the last step among them."""
-    number = store.parameter(name)
-    described = store.manifest.parameters[number]
+    described = store.manifest.parameters[store.parameter(name)]
     begin = max(step for step in store.snapshot_steps() if step <= end)
-    here = (pl.col("parameter") == number) & pl.col("after").is_not_null() & pl.col("step").is_between(begin, end - 1)
-    known = store.updates.filter(here).select("step", "after")
+    known = update_table(store, name, begin, end).filter(pl.col("after").is_not_null()).select("step", "after")
     spread = np.linspace(0, max(0, known.height - 1), PROJECTED_STEPS).round().astype(int)
     places = np.unique(spread).tolist() if known.height else []
     dtype = getattr(torch, described.dtype)
     seed = int(store.manifest.settings["seed"])
     projection = Projection.of(name, described.shape, dtype, seed, vector=store.is_vector(name))
     first = _stored(store, name, begin)
-    squares, dual = [], first
+    squares = []
+    dual = first
     for place in places:
         step, after = known.row(place)
         dual = rebuilt(store, name, begin=begin, end=step + 1)
@@ -285,30 +281,16 @@ class _Comparison:
 
 
 def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, str | int | float]:
-    layers = [layer.name for layer in store.users(name)]
-    described = store.manifest.parameters[store.parameter(name)]
-    mine = store.updates.filter((pl.col("parameter") == store.parameter(name)) & (pl.col("step") < end))
+    mine = update_table(store, name, 0, end)
     updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
     floor = _floor(store, name, end, found, updates)
-    verdict, reason = _judge(found, floor)
-    if "autocast" in mine.columns and mine["autocast"].drop_nulls().len() and verdict == "pass":
-        reason += " (autocast: its gradients were rounded to 16 bits)"
-    wrong = wrong_size(store, name, end) if verdict == "pass" else None
-    if wrong is not None:
-        verdict, reason = "fail", str(wrong)
-    lost = not_finite_from(store, store.parameter(name), end)
-    mark = next((store.manifest.inexact[layer] for layer in layers if layer in store.manifest.inexact), None)
-    if lost is not None:
-        verdict, reason = "fail", f"its gradient is not finite from step {lost} on"
-    elif mark is not None and mark.step < end:
-        verdict, reason = "inexact", f"from step {mark.step} on: {mark.why}"
-    rows = kept_rows(store, name)
-    if rows is not None and verdict == "pass":
-        reason += f" ({len(rows.places)} of {described.shape[0]} rows: outputs=)"
+    verdict, reason = _verdict(store, name, end, found, floor)
+    if verdict == "pass":
+        reason += _qualified(store, name, mine)
     residuals = mine["residual"].drop_nans()
     return {
         "parameter": name,
-        "layer": " + ".join(layers),
+        "layer": " + ".join(layer.name for layer in store.users(name)),
         "updates": updates,
         "gap": found.gap,
         "distance": found.distance,
@@ -318,6 +300,32 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
         "verdict": verdict,
         "reason": reason,
     }
+
+
+def _verdict(store: Store, name: str, end: int, found: _Comparison, floor: Floor) -> tuple[str, str]:
+    """Return pass, fail or inexact, and why."""
+    lost = not_finite_from(store, store.parameter(name), end)
+    if lost is not None:
+        return "fail", f"its gradient is not finite from step {lost} on"
+    marks = [store.manifest.inexact.get(layer.name) for layer in store.users(name)]
+    mark = next((mark for mark in marks if mark is not None), None)
+    if mark is not None and mark.step < end:
+        return "inexact", f"from step {mark.step} on: {mark.why}"
+    verdict, reason = _judge(found, floor)
+    wrong = wrong_size(store, name, end) if verdict == "pass" else None
+    return (verdict, reason) if wrong is None else ("fail", str(wrong))
+
+
+def _qualified(store: Store, name: str, updates: pl.DataFrame) -> str:
+    """Return what a reader should know of a parameter that passes."""
+    text = ""
+    if "autocast" in updates.columns and updates["autocast"].drop_nulls().len():
+        text += " (autocast: its gradients were rounded to 16 bits)"
+    rows = kept_rows(store, name)
+    if rows is not None:
+        height = store.manifest.parameters[store.parameter(name)].shape[0]
+        text += f" ({len(rows.places)} of {height} rows: outputs=)"
+    return text
 
 
 def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) -> Floor:

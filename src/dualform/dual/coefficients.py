@@ -1,4 +1,4 @@
-"""The coefficients of one parameter over a stretch of training, where they are numbers (the SGD family)."""
+"""The updates of one parameter over a stretch of training, and their coefficients where these are numbers (the SGD family)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,82 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
+from typing import Any
 
 import numpy as np
+import polars as pl
 from cachetools import LRUCache, cached
 
-from dualform.dual.gradients import Updates, updates_of
+from dualform.errors import NotRecordedError
 from dualform.recursions import KINDS, Floats, Walked, walk_back
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.tables import factor_table, settings_of
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 WALKS = 64
 """How many walks are kept."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of one parameter over a stretch of training."""
+
+    parameter: str
+    begin: int
+    end: int
+    steps: Ints
+    """(updates,)"""
+    kind: str
+    settings: dict[str, Floats]
+    factors: Floats
+    """(updates, backward passes), 0 where there was none."""
+
+    def at(self, place: int) -> dict[str, float]:
+        """The settings of one update."""
+        return {name: float(values[place]) for name, values in self.settings.items()}
+
+    def between(self, begin: int, end: int) -> Updates:
+        """Those of a shorter stretch."""
+        here = slice(*np.searchsorted(self.steps, [begin, end]).tolist())
+        settings = {name: values[here] for name, values in self.settings.items()}
+        return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
+
+
+def update_table(store: Store, parameter: str, begin: int, end: int) -> pl.DataFrame:
+    """What was recorded of a parameter's updates from `begin` to `end` (in steps), a line each."""
+    is_mine = pl.col("parameter") == store.parameter(parameter)
+    return store.updates.filter(is_mine & pl.col("step").is_between(begin, end, closed="left"))
+
+
+def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
+    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
+    if store.manifest.keep == "totals":
+        raise NotRecordedError(
+            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
+            f'were kept for. Record with keep="slots" for the rest.'
+        )
+    if store.manifest.keep == "keys":
+        raise NotRecordedError(
+            f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
+            f'certificate. Record with keep="slots" for those.'
+        )
+    end = store.end_step if end is None else end
+    updates = update_table(store, parameter, begin, end)
+    steps = updates["step"].to_numpy().astype(np.int64)
+    kinds = updates["optimizer"].unique().to_list()
+    if len(kinds) > 1:
+        raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
+    return Updates(
+        parameter,
+        begin,
+        end,
+        steps,
+        kinds[0] if kinds else "sgd",
+        settings_of(updates),
+        factor_table(updates["factors"]),
+    )
 
 
 @dataclass(frozen=True)

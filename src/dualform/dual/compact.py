@@ -1,14 +1,16 @@
-"""What a layer learned in as few slots as a rank allows: the paper's remark 3.4."""
+"""What layers learned in as few slots as a rank allows: the paper's remark 3.4."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.dual.layer import DualLayer
 from dualform.errors import QuestionError
+from dualform.layers.streams import Layer
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,40 @@ def compact(layer: DualLayer, rank: int) -> CompactLayer:
         error=float((squares[rank:].sum() / squares.sum()).sqrt()) if squares.any() else 0.0,
         slots=layer.slots,
     )
+
+
+class Compact(Mapping[str, CompactLayer]):
+    """Layers with few slots of their own, by name. Made by `dual.compact(rank)`."""
+
+    def __init__(self, layers: dict[str, CompactLayer], model: Callable[[], nn.Module]):
+        self._layers = layers
+        self._model = model
+
+    def model(self) -> nn.Module:
+        """A plain copy of the model with the compacted weights; layers that were not asked for stay as trained."""
+        return self._model()
+
+    def __getitem__(self, layer: str) -> CompactLayer:
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(layer) for layer in self._layers.values())
+
+
+def compacted_weights(layer: Layer, compacted: CompactLayer, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameter of a layer that is one matrix, compacted, by its full name."""
+    uses = layer.bilinear()
+    use = uses[0]
+    if len(uses) != 1 or use.groups != 1 or use.rows or use.keys or use.errors or layer.outputs:
+        raise QuestionError(
+            f"layer {layer.name!r} is several matrices at once, or only some of its outputs were kept: its few slots cannot be "
+            f"written back as a parameter. Name other layers with layers=."
+        )
+    matrix = compacted.weight.T if use.role == "table" else compacted.weight
+    return {use.parameter: matrix.reshape(trained[use.parameter].shape)}

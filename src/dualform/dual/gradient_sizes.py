@@ -15,7 +15,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.gradients import Replayed, Slots, kept_rows, updates_of
+from dualform.dual.coefficients import update_table, updates_of
+from dualform.dual.gradients import Replayed, Slots, kept_rows
 from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
@@ -67,7 +68,7 @@ def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
 
 def _seen_sizes(store: Store, parameter: str, end: int) -> pl.DataFrame:
     """What the recorder wrote down of each update: step, size, residual, is_rounded."""
-    mine = store.updates.filter((pl.col("parameter") == store.parameter(parameter)) & (pl.col("step") < end))
+    mine = update_table(store, parameter, 0, end)
     has_autocast = "autocast" in mine.columns
     is_rounded = pl.col("autocast").is_not_null() if has_autocast else pl.lit(False)
     return mine.select("step", "size", "residual", is_rounded.alias("is_rounded"))

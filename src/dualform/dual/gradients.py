@@ -13,13 +13,12 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.errors import NotRecordedError
+from dualform.dual.coefficients import Updates
 from dualform.layers.keys import Keys, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-from dualform.store.tables import factor_table, settings_of
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
@@ -30,6 +29,11 @@ def compute_dtype(store: Store, parameter: str) -> torch.dtype:
     """float64 for float64 parameters, float32 for all others."""
     kind = store.manifest.parameters[store.parameter(parameter)].dtype
     return torch.float64 if kind == "float64" else torch.float32
+
+
+def uses_of(layer: Layer, parameter: str) -> list[Use]:
+    """How a layer uses a parameter."""
+    return [use for use in layer.uses if use.parameter == parameter]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def kept_rows(store: Store, parameter: str) -> Rows | None:
 
 def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | None:
     """Some rows of a parameter, if they can be had without the others; None if not."""
-    users = [(layer, use) for layer in store.users(parameter) for use in layer.uses if use.parameter == parameter]
+    users = [(layer, use) for layer in store.users(parameter) for use in uses_of(layer, parameter)]
     if len(users) != 1:
         return None
     layer, use = users[0]
@@ -97,27 +101,33 @@ class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | slice | None = None):
-        self._total, self._columns = torch.empty(*shape, dtype=dtype), columns
-        self._flat = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        """columns: only these of the error signals."""
+        self._total = torch.empty(*shape, dtype=dtype)
+        self._matrix = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        self._columns = columns
         self.added = 0
 
     def add(self, layer: Layer, use: Use, keys: Keys, errors: Tensor, factor: float = 1.0) -> None:
         """Add what a use makes of some slots, times a factor: in the product itself, where there is one."""
-        product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
-        fresh = not self.added and product and not use.rows
-        if not self.added and not fresh:
+        is_product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
+        # The first product overwrites whatever the memory holds
+        overwrites = not self.added and is_product and not use.rows
+        if not self.added and not overwrites:
             self._total.zero_()
         self.added += 1
-        own = self._flat[use.rows[0] : use.rows[1]] if use.rows else self._flat
-        if not product:
-            own.add_(
-                whole(layer, use, of_slots(use, keys, errors, self._columns), len(own)).reshape(own.shape), alpha=factor
-            )
+        own = self._matrix[use.rows[0] : use.rows[1]] if use.rows else self._matrix
+        if is_product:
+            self._add_product(own, use, keys, errors, factor, overwrites)
             return
-        errors = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
-        both = errors, part(keys.vectors(), use.keys)
-        left, right = both if use.role == "weight" else both[::-1]
-        own.addmm_(left.T, right, beta=0.0 if fresh else 1.0, alpha=factor)
+        written = whole(layer, use, of_slots(use, keys, errors, self._columns), len(own))
+        own.add_(written.reshape(own.shape), alpha=factor)
+
+    def _add_product(self, own: Tensor, use: Use, keys: Keys, errors: Tensor, factor: float, overwrites: bool) -> None:
+        left = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
+        right = part(keys.vectors(), use.keys)
+        if use.role == "table":
+            left, right = right, left
+        own.addmm_(left.T, right, beta=0.0 if overwrites else 1.0, alpha=factor)
 
     def taken(self) -> Tensor:
         """The sum, which stays what it is until the next one begins."""
@@ -125,62 +135,6 @@ class Sum:
             self._total.zero_()
         self.added = 0
         return self._total
-
-
-@dataclass(frozen=True)
-class Updates:
-    """The updates of one parameter over a stretch of training."""
-
-    parameter: str
-    begin: int
-    end: int
-    steps: Ints
-    """(updates,)"""
-    kind: str
-    settings: dict[str, Floats]
-    factors: Floats
-    """(updates, backward passes), 0 where there was none."""
-
-    def at(self, place: int) -> dict[str, float]:
-        """The settings of one update."""
-        return {name: float(values[place]) for name, values in self.settings.items()}
-
-    def between(self, begin: int, end: int) -> Updates:
-        """Those of a shorter stretch."""
-        here = slice(*np.searchsorted(self.steps, [begin, end]).tolist())
-        settings = {name: values[here] for name, values in self.settings.items()}
-        return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
-
-
-def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
-    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
-    if store.manifest.keep == "totals":
-        raise NotRecordedError(
-            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
-            f'were kept for. Record with keep="slots" for the rest.'
-        )
-    if store.manifest.keep == "keys":
-        raise NotRecordedError(
-            f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
-            f'certificate. Record with keep="slots" for those.'
-        )
-    number = store.parameter(parameter)
-    end = store.end_step if end is None else end
-    here = (pl.col("parameter") == number) & (pl.col("step") >= begin) & (pl.col("step") < end)
-    updates = store.updates.filter(here)
-    steps = updates["step"].to_numpy().astype(np.int64)
-    kinds = updates["optimizer"].unique().to_list()
-    if len(kinds) > 1:
-        raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
-    return Updates(
-        parameter,
-        begin,
-        end,
-        steps,
-        kinds[0] if kinds else "sgd",
-        settings_of(updates),
-        factor_table(updates["factors"]),
-    )
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -209,13 +163,15 @@ class Replayed:
     """The gradients of a parameter, put together again. Chunks are opened as they are needed."""
 
     def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, keep: Keep | None = None):
-        self._store, self.updates, self._keep = store, updates, keep
+        self._store = store
+        self.updates = updates
+        self._keep = keep
         self.rows = kept_rows(store, updates.parameter) if rows is None else rows
         described = store.manifest.parameters[store.parameter(updates.parameter)]
         self.dtype = compute_dtype(store, updates.parameter)
         self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
         self._users = store.users(updates.parameter)
-        self._uses = {y.name: [use for use in y.uses if use.parameter == updates.parameter] for y in self._users}
+        self._uses = {layer.name: uses_of(layer, updates.parameter) for layer in self._users}
         self._small = store.is_vector(updates.parameter)
         self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
@@ -235,7 +191,8 @@ class Replayed:
         apart = self._users[0].form == "vectors" and chosen_rows(self._store, self.updates.parameter, [])
         if self.rows is not None or not apart:
             return [None]
-        height, size = self.shape[0], math.prod(self.shape) * self.dtype.itemsize
+        height = self.shape[0]
+        size = math.prod(self.shape) * self.dtype.itemsize
         each = -(-height // max(1, min(height, round(size / TILE_BYTES))))
         return [slice(low, min(low + each, height)) for low in range(0, height, each)]
 
@@ -247,11 +204,7 @@ class Replayed:
         if recorded is not None and self._keep is None:
             return Step(place, recorded, [], [])
         slots = list(self._of_step(chunks, step, self.updates.factors[place]))
-        if recorded is not None:
-            return Step(place, recorded, slots, [])
-        if all(kept is None or kept.all() for *_, kept in slots):
-            return Step(place, None, slots, slots)
-        return Step(place, None, slots, [_those(some) for some in slots if some[-1] is not None and some[-1].any()])
+        return Step(place, recorded, slots, [] if recorded is not None else _kept(slots))
 
     def __call__(self, step: Step, total: Sum) -> Tensor:
         """The gradient of one update, as the optimizer saw it."""
@@ -289,16 +242,10 @@ class Replayed:
         """The slots of a step, call by call."""
         for chunk, layer, kept in chunks:
             only_errors = all(use.role == "bias" for use in self._uses[layer.name])
-            low, high = np.searchsorted(chunk.blocks[:, 0], [step, step + 1])
-            for block in range(int(low), int(high)):
-                backward = int(chunk.blocks[block, 1])
-                factor = float(factors[backward]) if backward < len(factors) else 0.0
-                start, end = int(chunk.starts[block]), int(chunk.starts[block] + chunk.counts[block])
-                if factor == 0.0 or start == end:
-                    continue
-                errors = chunk.errors(self.dtype, start, end)
-                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, start, end)
-                yield factor, layer, keys, errors, None if kept is None else kept[start:end]
+            for factor, low, high in calls_of_step(chunk, step, factors):
+                errors = chunk.errors(self.dtype, low, high)
+                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, low, high)
+                yield factor, layer, keys, errors, None if kept is None else kept[low:high]
 
     def _chunk(self, step: int) -> tuple[list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None]:
         place = int(np.searchsorted(self._ends, step, side="right"))
@@ -323,6 +270,25 @@ class Replayed:
         mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
         steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
         return steps
+
+
+def calls_of_step(chunk: SlotChunk, step: int, factors: Floats) -> Iterator[tuple[float, int, int]]:
+    """The calls of a step that count: the factor of their backward pass, and where their slots begin and end in the chunk."""
+    first, last = np.searchsorted(chunk.blocks[:, 0], [step, step + 1]).tolist()
+    for block in range(first, last):
+        backward = int(chunk.blocks[block, 1])
+        factor = float(factors[backward]) if backward < len(factors) else 0.0
+        low = int(chunk.starts[block])
+        high = low + int(chunk.counts[block])
+        if factor and low < high:
+            yield factor, low, high
+
+
+def _kept(slots: list[Slots]) -> list[Slots]:
+    """Return the slots that a mask keeps; the same list if that is all of them."""
+    if all(kept is None or kept.all() for *_, kept in slots):
+        return slots
+    return [_those(call) for call in slots if call[-1] is not None and call[-1].any()]
 
 
 def _those(slots: Slots) -> Slots:

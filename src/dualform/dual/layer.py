@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, coefficients, is_elementwise
-from dualform.dual.gradients import chosen_rows, compute_dtype, updates_of
+from dualform.dual.coefficients import Coefficients, coefficients, is_elementwise, updates_of
+from dualform.dual.gradients import chosen_rows, compute_dtype
 from dualform.dual.weights import as_bias, as_matrix, initial, rebuilt, values
 from dualform.errors import NotRecordedError
 from dualform.store.reader import Store
@@ -25,7 +25,8 @@ class DualLayer:
     def __init__(self, store: Store, name: str, end: int):
         if store.manifest.keep == "totals":
             raise NotRecordedError(f'{store.folder} keeps totals only, no keys and values. Record with keep="slots".')
-        self._store, self._end = store, end
+        self._store = store
+        self._end = end
         _, self._layer = store.layer(name)
         self.name = name
         if not self._layer.attends:

@@ -9,19 +9,22 @@ parameter without a single sample is the trained one less what that sample wrote
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import is_elementwise, walked
-from dualform.dual.gradients import Keep, Updates, updates_of
+from dualform.dual.coefficients import Updates, is_elementwise, updates_of, walked
+from dualform.dual.gradients import Keep
+from dualform.dual.threads import run_in_order
 from dualform.dual.totals import View
 from dualform.dual.weights import add_slots, initial_part, rebuilt
+from dualform.errors import QuestionError
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -46,7 +49,8 @@ class Plan:
     @cached_property
     def counts(self) -> tuple[Ints, Ints]:
         """(stretches,): how many slots are kept, and how many are left out."""
-        kept, every = np.zeros(len(self.edges) - 1, np.int64), np.zeros(len(self.edges) - 1, np.int64)
+        kept = np.zeros(len(self.edges) - 1, np.int64)
+        every = np.zeros(len(self.edges) - 1, np.int64)
         for layer in self.store.users(self.updates.parameter):
             for chunk in self.store.addresses(layer.name, end_step=self.updates.end):
                 places = self._stretch(chunk)
@@ -121,10 +125,12 @@ def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Kee
     found = plan(store, parameter, end=end, keep=keep)
     if found is None:
         return rebuilt(store, parameter, begin=0, end=end, keep=keep)
-    total, coefficients = trained.to(torch.float64, copy=True), walked(found.updates)
+    total = trained.to(torch.float64, copy=True)
+    coefficients = walked(found.updates)
     for begin, stop in found.rebuilt_stretches():
         total += found.part_from(begin, trained) - found.part_from(stop, trained)
-    kept, left = found.read_slots(kept=True), found.read_slots(kept=False)
+    kept = found.read_slots(kept=True)
+    left = found.read_slots(kept=False)
     if kept is not None:
         add_slots(store, parameter, coefficients, total, None, kept)
     if left is not None:
@@ -148,7 +154,38 @@ def masked_by_groups(view: View, parameter: str, kept: Bools | None = None, trai
         for group in np.flatnonzero(~kept).tolist():
             total -= deltas[group]
         return total
-    total = view.initial(parameter).clone()
+    total = view.initial(parameter)
     for group in np.flatnonzero(kept).tolist():
         total += deltas[group]
     return total
+
+
+def rebuild_each(
+    store: Store,
+    parameters: Iterable[str],
+    *,
+    end: int,
+    keep: Keep | None = None,
+    trained: Mapping[str, Tensor] | None = None,
+    workers: int = 1,
+) -> Iterator[Tensor]:
+    """Rebuild each parameter from the beginning of training, in the order given.
+
+    With a mask, a parameter that is also in `trained` is edited instead: see `masked`.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise QuestionError(f"workers={workers!r}: expected a whole number from 1 on.")
+    trained = trained or {}
+
+    def rebuild(name: str) -> Tensor:
+        if keep is not None and name in trained:
+            return masked(store, name, trained[name], end=end, keep=keep)
+        return rebuilt(store, name, begin=0, end=end, keep=keep)
+
+    tasks = [partial(rebuild, name) for name in parameters]
+    if workers == 1:
+        for task in tasks:
+            yield task()
+        return
+    with closing(run_in_order(tasks, workers)) as results:
+        yield from results

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.dual.gradients import Keep, Replayed, Rows, Step, Updates
-from dualform.dual.one_pass import in_one_pass
+from dualform.dual.coefficients import Updates
+from dualform.dual.gradients import Keep, Replayed, Rows, Step
 from dualform.dual.threads import thread_pool
-from dualform.recursions import KINDS, Factor, Kind, Linear, at_rest, may_blow_up, outer
+from dualform.native.kernels import is_plain, kernels
+from dualform.recursions import KINDS, Factor, Kind, Linear, Settings, adam_numbers, at_rest, may_blow_up, outer
 from dualform.store.reader import Store
 
 MATRIX_BYTES = 96 << 20
@@ -87,6 +88,34 @@ def step_on(
     return linear
 
 
+def _fits_the_loop(settings: Settings) -> bool:
+    """Return whether the compiled loop knows these settings of Adam."""
+    sign, _, _ = outer(settings)
+    return sign > 0 and not may_blow_up(settings) and not settings["amsgrad"] and settings["beta1"] > 0.5
+
+
+def _adam_in_one_pass(kind: Kind, settings: Settings, now: Moment, full: Tensor, kept: Tensor) -> bool:
+    """Do one update of Adam or AdamW in place, in a compiled loop: in many passes over its matrices it takes longer than the gradient.
+
+    full: the gradient that the optimizer saw. kept: the part of it that moves this weight. Returns False if nothing was done:
+    the update is then to be done in the plain way (Kind.linear, Linear.apply).
+    """
+    loops = kernels()
+    if loops is None or kind is not KINDS["adam"]:
+        return False
+    matrices = (full, kept, now.shared["exp_avg_sq"], now.average, now.weight)
+    if not all(is_plain(matrix) and matrix.shape == now.weight.shape for matrix in matrices):
+        return False
+    if not _fits_the_loop(settings):
+        return False
+    _, _, shrink = outer(settings)
+    beta1 = settings["beta1"]
+    beta2 = settings["beta2"]
+    addresses = [matrix.data_ptr() for matrix in matrices]
+    loops.adam(now.weight.numel(), beta2, 1 - beta2, 1 - beta1, shrink, *adam_numbers(settings), *addresses)
+    return True
+
+
 def forward(
     store: Store,
     updates: Updates,
@@ -101,27 +130,47 @@ def forward(
     only_masked: the first is not asked for, so it is replayed only where an update depends on it (decay makes the weight a part of
     its gradient). first: the moment where they begin, which moves on, instead of a snapshot.
     """
-    kind, gradients = KINDS[updates.kind], Replayed(store, updates, keep=keep)
-    now = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
-    masked = now if keep is None else Moment(now.weight.clone(), now.average.clone(), now.shared)
-    settings = [updates.at(place) for place in range(len(updates.steps))]
-    walk = keep is None or not only_masked or any(map(may_blow_up, settings))
-    alone = keep is None or not walk
+    walk = _Walk(store, updates, keep, first, only_masked)
+    _each(_stretches(walk.gradients), walk.gradients.tiles(), walk.advance)
+    return walk.trained, walk.masked
 
-    def on(rows: slice | None, steps: list[Step]) -> None:
-        here, there, totals = now.of(rows), masked.of(rows), (gradients.sum(rows), gradients.sum(rows))
-        room = torch.empty_like(here.weight)
+
+class _Walk:
+    """A parameter on its way through training: as it was trained, and beside it with only the slots that a mask keeps."""
+
+    def __init__(self, store: Store, updates: Updates, keep: Keep | None, first: Moment | None, only_masked: bool):
+        self.gradients = Replayed(store, updates, keep=keep)
+        self._kind = KINDS[updates.kind]
+        self._settings = [updates.at(place) for place in range(len(updates.steps))]
+        self._has_mask = keep is not None
+        self.trained = first or moment(
+            store, updates.parameter, updates.begin, self._kind, self.gradients.rows, self.gradients.dtype
+        )
+        self.masked = self.trained
+        if self._has_mask:
+            now = self.trained
+            self.masked = Moment(now.weight.clone(), now.average.clone(), now.shared)
+        self._moves_trained = not self._has_mask or not only_masked or any(map(may_blow_up, self._settings))
+
+    def advance(self, rows: slice | None, steps: list[Step]) -> None:
+        """Do some updates of some rows."""
+        trained = self.trained.of(rows)
+        masked = self.masked.of(rows)
+        full_sum = self.gradients.sum(rows)
+        kept_sum = self.gradients.sum(rows)
+        room = torch.empty_like(trained.weight)
+        moves_one = not (self._has_mask and self._moves_trained)
         for step in steps:
-            full, some = gradients(step, totals[0]), settings[step.place]
-            kept = full if keep is None or step.kept is step.slots else gradients.kept(step, totals[1])
-            if alone and in_one_pass(kind, some, there.shared, there.weight, there.average, full, kept):
+            settings = self._settings[step.place]
+            full = self.gradients(step, full_sum)
+            kept = full
+            if self._has_mask and step.kept is not step.slots:
+                kept = self.gradients.kept(step, kept_sum)
+            if moves_one and _adam_in_one_pass(self._kind, settings, masked, full, kept):
                 continue
-            linear = step_on(here, kind, some, full, walk=walk, room=room)
-            if keep is not None:
-                linear.apply(there.weight, there.average, kept)
-
-    _each(_stretches(gradients), gradients.tiles(), on)
-    return now, masked
+            linear = step_on(trained, self._kind, settings, full, walk=self._moves_trained, room=room)
+            if self._has_mask:
+                linear.apply(masked.weight, masked.average, kept)
 
 
 def _each(
@@ -153,7 +202,8 @@ def _stretches(gradients: Replayed) -> Iterator[list[Step]]:
         nbytes += steps[-1].nbytes
         if nbytes >= SLOT_BYTES:
             yield steps
-            steps, nbytes = [], 0
+            steps = []
+            nbytes = 0
     yield steps
 
 
@@ -166,9 +216,11 @@ class Backward:
     """
 
     def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, *, wide: bool = False):
-        self._updates, self._kind = updates, KINDS[updates.kind]
+        self._updates = updates
+        self._kind = KINDS[updates.kind]
         self._gradients = Replayed(store, updates, rows)
-        self.rows, self._sum = self._gradients.rows, self._gradients.sum()
+        self.rows = self._gradients.rows
+        self._sum = self._gradients.sum()
         self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
         dtype = torch.float64 if wide else self._gradients.dtype
         self.p: Factor = torch.ones_like(self.first.weight, dtype=dtype)

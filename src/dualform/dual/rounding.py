@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Replayed, Step, Sum, Updates, updates_of
+from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
+from dualform.dual.gradients import Replayed, Step, Sum
 from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
@@ -91,7 +90,8 @@ def _along_the_way(store: Store, updates: Updates) -> float:
     Each update rounds the weight, and what is added to it a few times: both in training and here.
     """
     described = store.manifest.parameters[store.parameter(updates.parameter)]
-    kind, gradients = KINDS[updates.kind], Replayed(store, updates)
+    kind = KINDS[updates.kind]
+    gradients = Replayed(store, updates)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     sums = gradients.sum()
     squares = 0.0
@@ -114,13 +114,13 @@ class _Measured:
 
 
 def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
-    here = (pl.col("parameter") == store.parameter(parameter)) & pl.col("step").is_between(
-        updates.begin, updates.end, closed="left"
-    )
-    table = store.updates.filter(here)
-    coarse = table["autocast"].fill_null(0.0) if "autocast" in table.columns else pl.zeros(table.height, eager=True)
-    residual, size = (np.nan_to_num(table[name].to_numpy(), nan=0.0) for name in ("residual", "size"))
-    return _Measured(residual, size, coarse.to_numpy().astype(np.float64))
+    table = update_table(store, parameter, updates.begin, updates.end)
+    coarse = np.zeros(table.height)
+    if "autocast" in table.columns:
+        coarse = table["autocast"].fill_null(0.0).to_numpy().astype(np.float64)
+    residual = np.nan_to_num(table["residual"].to_numpy(), nan=0.0)
+    size = np.nan_to_num(table["size"].to_numpy(), nan=0.0)
+    return _Measured(residual, size, coarse)
 
 
 def _of_slots(store: Store, parameter: str, found: Coefficients, roundoff: float) -> float:
@@ -150,16 +150,20 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
     is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
     """
-    kind, gradients = KINDS[updates.kind], Replayed(store, updates)
+    kind = KINDS[updates.kind]
+    gradients = Replayed(store, updates)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
     disturbed = now.copy()
-    sums, squares, of_call = gradients.sum(), gradients.sum(), gradients.sum()
+    sums = gradients.sum()
+    squares = gradients.sum()
+    of_call = gradients.sum()
     generator = torch.Generator().manual_seed(seed)
     users = store.users(updates.parameter)
     visits = max(_visits(store, layer) for layer in users)
     roundings = ROUNDINGS_WITHIN if any(layer.kind == ROUNDED_WITHIN for layer in users) else 1
     for place in range(len(updates.steps)):
-        step, settings = gradients.read(place), updates.at(place)
+        step = gradients.read(place)
+        settings = updates.at(place)
         gradient = gradients(step, sums)
         variance = _variance(gradients, step, squares)
         # Of some rows only (outputs=), the size of the whole gradient says too much

@@ -26,7 +26,8 @@ class View:
     """The totals of one grouping."""
 
     def __init__(self, store: Store, grouping: int):
-        self._store, self._grouping = store, grouping
+        self._store = store
+        self._grouping = grouping
         self._file = store.totals()
 
     @cached_property
@@ -73,19 +74,27 @@ class View:
         return self._padded(found[1:] if rest else found)
 
     def initial(self, parameter: str) -> Tensor:
-        """The initial part, float64; of a bias, with what its gradients hold beyond the sum of their slots."""
-        snapshot = self._store.snapshot(0)
+        """The initial part, a new tensor in float64; of a bias, with what its gradients hold beyond the sum of their slots."""
         number = self._store.parameter(parameter)
-        total = snapshot[f"model.{parameter}"].double()
+        total = self._initial(parameter, number)
+        deltas, has_rest = self._deltas(parameter)
+        if has_rest:
+            total += deltas[0]
+        return total
+
+    def _initial(self, parameter: str, number: int) -> Tensor:
         if f"initial.{number}.weight" in self._file:  # coefficients are matrices: the initial part itself is kept
-            total = self._file[f"initial.{number}.weight"].double()
-        elif f"initial.{number}" in self._file:
-            numbers, average = self._file[f"initial.{number}"][0], KINDS["sgd"].average
-            total = total * numbers[0]
-            if f"state.{parameter}.{average}" in snapshot:
-                total += snapshot[f"state.{parameter}.{average}"].double() * numbers[1]
-        found, rest = self._deltas(parameter)
-        return total + found[0].double() if rest else total
+            return self._file[f"initial.{number}.weight"].to(torch.float64, copy=True)
+        snapshot = self._store.snapshot(0)
+        total = snapshot[f"model.{parameter}"].to(torch.float64, copy=True)
+        if f"initial.{number}" not in self._file:
+            return total
+        of_weight, of_average = self._file[f"initial.{number}"][0, :2].tolist()
+        total *= of_weight
+        average = f"state.{parameter}.{KINDS['sgd'].average}"
+        if average in snapshot:
+            total += snapshot[average].double() * of_average
+        return total
 
     def rounding_of_gradients(self, parameter: str) -> float:
         """How far rounding of gradients to 16 bits (autocast) may have moved a parameter; a Frobenius norm."""

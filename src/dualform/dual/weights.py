@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, updates_of, weighted_parts
+from dualform.dual.coefficients import Coefficients, is_elementwise, updates_of, walked
+from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, uses_of, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
 from dualform.layers.streams import Layer
@@ -32,7 +32,8 @@ Reached = dict[str, tuple[int, Moment]]
 
 def initial_part(store: Store, parameter: str, found: Coefficients, rows: Rows | None = None) -> Tensor:
     """a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
-    snapshot, average = store.snapshot(found.updates.begin), KINDS[found.updates.kind].average
+    snapshot = store.snapshot(found.updates.begin)
+    average = KINDS[found.updates.kind].average
     total = snapshot[f"model.{parameter}"].double() * found.walked.a
     if average and f"state.{parameter}.{average}" in snapshot:
         total += snapshot[f"state.{parameter}.{average}"].double() * found.walked.b
@@ -114,28 +115,36 @@ def add_slots(
     store: Store, parameter: str, found: Coefficients, total: Tensor, rows: Rows | None, keep: Keep | None
 ) -> None:
     """Add value ⊗ key over the slots that take part."""
-    updates, vector = found.updates, store.is_vector(parameter)
-    near = Sum(
-        total.shape, torch.float64 if vector else compute_dtype(store, parameter), rows.columns if rows else None
-    )
+    is_vector = store.is_vector(parameter)
+    dtype = compute_dtype(store, parameter)
+    columns = None if rows is None else rows.columns
+    near = Sum(total.shape, torch.float64 if is_vector else dtype, columns)
     for layer in store.users(parameter):
-        uses = [use for use in layer.uses if use.parameter == parameter]
+        uses = uses_of(layer, parameter)
         only_errors = all(use.role == "bias" for use in uses)
-        dtype = torch.float64 if vector and not only_errors else compute_dtype(store, parameter)
-        rooms = Scratch(dtype), Scratch(dtype)
-        for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
-            kept = None if keep is None else keep(chunk)
-            if kept is not None and not kept.any():
-                continue
-            scales = scaled(chunk, found, 0, chunk.slots, dtype)
-            read = _some if layer.form == "vectors" else _all
-            for keys, values in read(chunk, kept, scales, rooms, only_errors):
-                for use in uses:
-                    near.add(layer, use, keys, values)
-                if near.added >= PRODUCTS:
-                    total += near.taken()
-            store.decoded(chunk.chunk.files[SLOTS].size)
+        # What slots write to an elementwise weight is a vector already: it is summed in float64
+        own_dtype = torch.float64 if is_vector and not only_errors else dtype
+        for keys, values in _slots_of_layer(store, layer, found, keep, own_dtype, only_errors):
+            if near.added >= PRODUCTS:
+                total += near.taken()
+            for use in uses:
+                near.add(layer, use, keys, values)
     total += near.taken()
+
+
+def _slots_of_layer(
+    store: Store, layer: Layer, found: Coefficients, keep: Keep | None, dtype: torch.dtype, only_errors: bool
+) -> Iterator[tuple[Keys, Tensor]]:
+    """Keys and values of a layer's slots that take part, some at a time."""
+    rooms = (Scratch(dtype), Scratch(dtype))
+    read = _some if layer.form == "vectors" else _all
+    for chunk in store.addresses(layer.name, begin_step=found.updates.begin, end_step=found.updates.end):
+        kept = None if keep is None else keep(chunk)
+        if kept is not None and not kept.any():
+            continue
+        scales = scaled(chunk, found, 0, chunk.slots, dtype)
+        yield from read(chunk, kept, scales, rooms, only_errors)
+        store.decoded(chunk.chunk.files[SLOTS].size)
 
 
 Kept = np.ndarray[Any, np.dtype[np.bool_]] | None
@@ -201,7 +210,8 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
     for use in uses:
         found = weights[use.parameter]
         found = found[use.rows[0] : use.rows[1]] if use.rows else found
-        ranges, place = use.errors or (0, layer.d_out), 0
+        ranges = use.errors or (0, layer.d_out)
+        place = 0
         for low, high in zip(ranges[::2], ranges[1::2], strict=True):
             total[low:high] += found[place : place + high - low]
             place += high - low

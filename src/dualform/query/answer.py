@@ -20,7 +20,7 @@ from dualform.query.cache import cached
 from dualform.query.conditions import Condition, Where
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
-from dualform.query.scan import query_blocks, scan, tiles
+from dualform.query.scan import R, query_blocks, scan, tiles
 from dualform.query.scorer import Scorer, Selection
 from dualform.query.search import top_k
 from dualform.query.search.index import TopKRequest
@@ -112,9 +112,9 @@ class Answer:
             rankings = [Ranking.empty(self._scorer.queries, self._scorer.dtype)]
         # The ranks of each group begin at 1; groups follow each other in the order of their values
         ranks = [np.arange(1, ranking.slots.shape[1] + 1) for ranking in rankings]
-        table = self._table(side_by_side(rankings), np.concatenate(ranks))
-        described = self._scorer.describe(table["slot"].to_numpy())
-        return table.drop("slot").hstack(described.get_columns())
+        ranking = side_by_side(rankings)
+        described = self._scorer.describe(ranking.slots.reshape(-1).numpy())
+        return self._table(ranking.scores, np.concatenate(ranks), described)
 
     def best(self, k: int, *, where: Where | None = None, absolute: bool = False, lowest: bool = False) -> Ranking:
         """Return slot numbers and scores as top(k) does, without the slots' columns: for many queries."""
@@ -145,6 +145,11 @@ class Answer:
         pieces = self._selection(where).pieces()
         for tile in tiles(pieces, self._scorer, slice(0, self._scorer.queries)):
             yield Scores(tile.slots, tile.scores.reshape(*self._shape, len(tile.slots)))
+
+    def reduce(self, reducer: R, *, where: Where | None = None) -> R:
+        """Give every score to a reducer of your own (query/scan.py says what one is), and return it."""
+        self._needs_slots("single slots")
+        return scan(self._selection(where).pieces(), self._scorer, reducer, self._executor)
 
     def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
         """Return the same as total(by) as plain numbers, with visits: for millions of groups."""
@@ -222,20 +227,20 @@ class Answer:
         # Totals of absolute values are ranked as they are
         best = TopK(len(sums.totals), k, "lowest" if order == "lowest" else "highest", torch.float64)
         best.insert(visited, sums.totals[:, visited])
-        table = self._table(best.ranking, np.arange(1, best.ranking.slots.shape[1] + 1))
+        slots, scores = best.ranking
         described = sums.described.with_columns(pl.Series("visits", sums.visits.numpy()))
-        return table.drop("slot").hstack(described[table["slot"].to_numpy()].get_columns())
+        return self._table(scores, np.arange(1, scores.shape[1] + 1), described[slots.reshape(-1).numpy()])
 
-    def _table(self, ranking: Ranking, ranks: Ints) -> pl.DataFrame:
-        """Return a line for each query and each of its best slots. ranks: (k,)."""
-        count, width = ranking.slots.shape
+    def _table(self, scores: Tensor, ranks: Ints, described: pl.DataFrame) -> pl.DataFrame:
+        """Return a line for each query and each of its best scores (queries, k). ranks: (k,). described: more columns."""
+        count, width = scores.shape
         address = [pl.Series(one.name, np.repeat(one.to_numpy(), width), pl.Int64) for one in self._address]
         return pl.DataFrame(
             [
                 *address,
                 pl.Series("rank", np.tile(ranks, count), pl.Int64),
-                pl.Series(self.value, ranking.scores.reshape(-1).numpy()),
-                pl.Series("slot", ranking.slots.reshape(-1).numpy(), pl.Int64),
+                pl.Series(self.value, scores.reshape(-1).numpy()),
+                *described.get_columns(),
             ]
         )
 

@@ -61,11 +61,11 @@ class AttentionScorer(Scorer):
         known = self._by_key  # read once: another thread may replace it at any time
         if known is not None and known[0] == queries:
             return known[1]
-        weights = [
-            Vectors(keys).dot(self._queries[queries], self._columns)
-            for _, keys in self.store.distinct_keys(self.layer.name, self.dtype)
-        ]
-        found = torch.cat(weights, dim=1).T.contiguous()  # a slot's weights are then one run of memory
+        own = part(self._queries[queries], self._columns)
+        # A slot's weights are one run of memory
+        found = own.new_empty(self.store.key_count(self.layer.name), len(own))
+        for first, keys in self.store.passing(self.layer.name, "key", self.dtype):
+            torch.mm(part(keys, self._columns), own.T, out=found[first : first + len(keys)])
         self._by_key = (queries, found)
         return found
 

@@ -46,11 +46,7 @@ class Condition:
         self._rows: Bools | None = None
         """(rows,): which rows match; None: the condition is on positions."""
         if not self.is_positional:
-            self._rows = evaluate(self._expression, self._known_rows, name)
-
-    @property
-    def _known_rows(self) -> pl.DataFrame:
-        return self._store.rows.filter(pl.col("step") < self._end)
+            self._rows = evaluate(self._expression, rows_before(self._store, self._end), name)
 
     @property
     def is_positional(self) -> bool:
@@ -74,7 +70,7 @@ class Condition:
         has_row = rows != NO_ROW
         matches = np.empty(chunk.slots, np.bool_)
         matches[has_row] = row_matches[rows[has_row]]
-        if self._looks_at_one_row(self._known_rows):
+        if self._looks_at_one_row(rows_before(self._store, self._end)):
             matches[~has_row] = _evaluate_shared(self._expression, self._slot_table(chunk).filter(~has_row), self._name)
         else:
             matches[~has_row] = False
@@ -114,6 +110,11 @@ class Condition:
         return self._store.slot_table(chunk, sorted(self.columns - {"position"}))
 
 
+def rows_before(store: Store, end: int) -> pl.DataFrame:
+    """Return the row table up to step `end`."""
+    return store.rows if end >= store.end_step else store.rows.filter(pl.col("step") < end)
+
+
 def matching_groups(where: Where, groups: pl.DataFrame, rows: pl.DataFrame | None, name: str) -> Bools | None:
     """Return which groups match a condition on their columns, (groups,); None if the rows of a group may differ in it.
 
@@ -136,13 +137,8 @@ def _matches_of_rows(expression: pl.Expr, groups: pl.DataFrame, rows: pl.DataFra
     if any(isinstance(rows.schema[column], pl.List) for column in columns):  # an entry for each position
         return None
     matches = pl.Series("matches", evaluate(expression, rows, name))
-    by_group = (
-        rows.select(columns)
-        .with_columns(matches)
-        .group_by(columns)
-        .agg(pl.col("matches").any(), every=pl.col("matches").all())
-    )
-    if not by_group["matches"].equals(by_group["every"].alias("matches")):
+    by_group = pl.DataFrame([*rows.select(columns), matches]).unique()
+    if by_group.height > by_group.select(columns).n_unique():
         return None
     found = groups.join(by_group, on=columns, how="left", nulls_equal=True, maintain_order="left")["matches"]
     has_no_row = found.is_null().to_numpy()

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import Coefficients, is_elementwise, walked
-from dualform.dual.gradients import Rows, Updates, chosen_rows, kept_rows, updates_of
-from dualform.dual.replay import Backward
+from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
+from dualform.dual.gradients import Rows, chosen_rows
 from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
 from dualform.dual.weights import initial, rebuilt, scaled
@@ -19,7 +18,7 @@ from dualform.errors import NotRecordedError
 from dualform.layers.keys import Keys, part
 from dualform.layers.streams import Layer, Use
 from dualform.progress import Progress
-from dualform.query.cache import cached
+from dualform.query.contribution_replay import ContributionReplay
 from dualform.query.ranking import Order
 from dualform.query.scan import query_blocks
 from dualform.query.scorer import Scorer
@@ -61,8 +60,7 @@ class ContributionScorer(Scorer):
         self.query_layer = layer if query_layer is None else query_layer
         self.uses = self.query_layer.uses if uses is None else uses
         self._progress = progress
-        self._replayed: tuple[slice, Tensor] | None = None
-        self._open_chunk: tuple[int, SlotChunk | None] | None = None
+        self._replay = ContributionReplay(self, progress)
 
     @property
     def is_tied(self) -> bool:
@@ -110,16 +108,16 @@ class ContributionScorer(Scorer):
     def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
         """Return the contributions of the slots low to high of a chunk, (queries, slots)."""
         if self._is_replayed:
-            return self._replayed_scores(queries)[:, run.first_slot + low : run.first_slot + high]
+            return self._replay.scores(queries)[:, run.first_slot + low : run.first_slot + high]
         keys = run.keys(self.dtype, low, high)
         errors = run.errors(self.dtype, low, high)
         if not self._sums_positions_first:
             return self._score_by_position(queries, run, low, high, keys, errors)
         total = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
-        for query_use, slot_use in self._pairs():
-            rows = self._rows(query_use) if slot_use is query_use else None
-            product = self._product(query_use, slot_use, queries, rows)
-            values = scaled(run, self._coefficients[query_use.parameter], low, high, self.dtype)
+        for query_use, slot_use in self.pairs():
+            rows = self.rows_of(query_use) if slot_use is query_use else None
+            product = self.product_of(query_use, slot_use, queries, rows)
+            values = scaled(run, self.coefficients[query_use.parameter], low, high, self.dtype)
             total += scores(slot_use, product, keys, errors, rows) * values.T
         return total
 
@@ -137,7 +135,7 @@ class ContributionScorer(Scorer):
         for columns, uses in by_errors.items():
             weights = torch.zeros((), dtype=self.dtype)  # (examples, positions, slots)
             for use in uses:
-                value = scaled(run, self._coefficients[use.parameter], low, high, self.dtype)[:, 0]
+                value = scaled(run, self.coefficients[use.parameter], low, high, self.dtype)[:, 0]
                 if use.role == "bias":
                     weights = weights + value
                 else:
@@ -158,13 +156,13 @@ class ContributionScorer(Scorer):
 
     # Parameters
 
-    def _pairs(self) -> list[tuple[Use, Use]]:
+    def pairs(self) -> list[tuple[Use, Use]]:
         """Return (how the query uses a parameter, how the slots use it)."""
         if not self.is_tied:
             return [(use, use) for use in self.uses]
         return [(a, b) for a in self.uses for b in self.layer.uses if a.parameter == b.parameter]
 
-    def _product(self, query_use: Use, slot_use: Use, queries: slice, rows: Rows | None) -> Tensor:
+    def product_of(self, query_use: Use, slot_use: Use, queries: slice, rows: Rows | None) -> Tensor:
         """Return ∂target/∂parameter, (examples, *shape); of a bias, only for outputs whose error signals were kept."""
         found = products(query_use, self.query_layer, self.inputs[queries], self.gradients[queries], rows)
         if slot_use.role == "bias" and self.layer.outputs:
@@ -186,7 +184,7 @@ class ContributionScorer(Scorer):
             )
         return units or list(layer.outputs[:1])
 
-    def _rows(self, use: Use) -> Rows | None:
+    def rows_of(self, use: Use) -> Rows | None:
         """Return the rows of a weight that the target depends on; None: all."""
         if use.role != "weight" or not self._units:
             return None
@@ -198,28 +196,26 @@ class ContributionScorer(Scorer):
         sizes = [0]
         for use in self.uses:
             height, *rest = self.store.manifest.parameters[self.store.parameter(use.parameter)].shape
-            if self._rows(use) is not None:
+            if self.rows_of(use) is not None:
                 height = len(self._units)
             sizes.append(height * int(np.prod(rest)))
         return max(sizes)
 
     @cached_property
-    def _updates(self) -> dict[str, Updates]:
-        names = {use.parameter for use, _ in self._pairs()}
+    def updates(self) -> dict[str, Updates]:
+        """The updates of each parameter."""
+        names = {use.parameter for use, _ in self.pairs()}
         return {name: updates_of(self.store, name, end=self.end) for name in names}
 
     @cached_property
     def _is_replayed(self) -> bool:
         """Whether any coefficient is a matrix, which is known only while the optimizer is replayed."""
-        return any(is_elementwise(updates) for updates in self._updates.values())
+        return any(is_elementwise(updates) for updates in self.updates.values())
 
     @cached_property
-    def _coefficients(self) -> dict[str, Coefficients]:
-        found = {}
-        for name, updates in self._updates.items():
-            if not is_elementwise(updates):
-                found[name] = cached(self.store, ("coefficients", name), lambda u=updates: walked(u), self.end)  # type: ignore[misc]
-        return found
+    def coefficients(self) -> dict[str, Coefficients]:
+        """The coefficients of each parameter, where they are numbers."""
+        return {name: walked(updates) for name, updates in self.updates.items() if not is_elementwise(updates)}
 
     # The best without all scores
 
@@ -247,7 +243,7 @@ class ContributionScorer(Scorer):
 
     def _values(self, parameter: str) -> Tensor:
         """Return the negative coefficient of each slot, (slots,)."""
-        coefficients = self._coefficients[parameter]
+        coefficients = self.coefficients[parameter]
         chunks = self.store.addresses(self.layer.name, end_step=self.end)
         return torch.cat([scaled(chunk, coefficients, 0, chunk.slots, self.dtype)[:, 0] for chunk in chunks])
 
@@ -296,7 +292,7 @@ class ContributionScorer(Scorer):
                     self.store, use.parameter, begin=0, end=self.end, keep=lambda chunk: np.zeros(chunk.slots, np.bool_)
                 )
             else:
-                rows = self._rows(use)
+                rows = self.rows_of(use)
                 matrix = initial(self.store, use.parameter, self.end, rows)
             total += self._along(use, matrix, torch.float64, rows)
         return total
@@ -309,92 +305,4 @@ class ContributionScorer(Scorer):
             inputs = self.inputs[queries].to(dtype)
             slopes = self.gradients[queries].to(dtype)
             found[queries] = inner(use, self.query_layer, inputs, slopes, own, rows).double()
-        return found
-
-    # Coefficients that are matrices
-
-    def _replayed_scores(self, queries: slice) -> Tensor:
-        """Return the scores of some queries for all slots, (queries, slots); those of the last block are kept."""
-        known = self._replayed  # read once: another thread may replace it at any time
-        if known is not None and known[0] == queries:
-            return known[1]
-        found = self._replay(queries, self.dtype)
-        if self.dtype != torch.float64 and not found.isfinite().all():
-            # Coefficients may leave the range of float32 in weights that wrote next to nothing
-            found = self._replay(queries, torch.float64).to(self.dtype)
-        self._replayed = (queries, found)
-        return found
-
-    def _replay(self, queries: slice, dtype: torch.dtype) -> Tensor:
-        total = torch.zeros(queries.stop - queries.start, self.store.slots(self.layer.name), dtype=dtype)
-        for query_use, slot_use in self._pairs():
-            updates = self._updates[query_use.parameter]
-            rows = self._rows(query_use) if slot_use is query_use else None
-            if rows is None:
-                rows = kept_rows(self.store, query_use.parameter)
-            product = self._product(query_use, slot_use, queries, rows).to(dtype)
-            if is_elementwise(updates):
-                self._add_replayed(total, query_use, slot_use, product, rows)
-            else:
-                self._add_scaled(total, query_use, slot_use, product, rows)
-        return total
-
-    def _add_scaled(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
-        """Add the scores of a parameter whose coefficients are numbers, beside others whose coefficients are matrices."""
-        coefficients = self._coefficients[query_use.parameter]
-        for chunk in self.store.chunks(self.layer.name, end_step=self.end):
-            for low, high in chunk.pieces(self.layer.d_in + self.layer.d_out):
-                keys = chunk.keys(total.dtype, low, high)
-                errors = chunk.errors(total.dtype, low, high)
-                values = scaled(chunk, coefficients, low, high, total.dtype)
-                found = scores(slot_use, product, keys, errors, rows) * values.T
-                total[:, chunk.first_slot + low : chunk.first_slot + high] += found
-
-    def _add_replayed(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
-        """Add the scores of a parameter whose coefficients are matrices: they come from the last step to the first."""
-        updates = self._updates[query_use.parameter]
-        steps = len(updates.steps)
-        # Of a bias the coefficients of all outputs are known, but only some of its error signals were kept
-        kept = list(self.layer.outputs) if slot_use.role == "bias" and self.layer.outputs else None
-        for place, matrix in Backward(self.store, updates, rows, wide=total.dtype == torch.float64):
-            if self._progress is not None:
-                self._progress(f"replaying {query_use.parameter}", steps - place, steps)
-            coefficients = matrix.reshape(len(matrix), -1) if matrix.dim() > 1 else matrix
-            if query_use.rows:
-                coefficients = coefficients[query_use.rows[0] : query_use.rows[1]]
-            if kept is not None:
-                coefficients = coefficients[kept]
-            weighed = product * coefficients.reshape(product.shape[1:])
-            self._add_step(total, slot_use, weighed, rows, updates, place)
-
-    def _add_step(
-        self, total: Tensor, slot_use: Use, weighed: Tensor, rows: Rows | None, updates: Updates, place: int
-    ) -> None:
-        step = int(updates.steps[place])
-        factors = updates.factors[place]
-        chunk = self._chunk_at(step)
-        if chunk is None:
-            return
-        first, last = np.searchsorted(chunk.blocks[:, 0], [step, step + 1]).tolist()
-        for block in range(first, last):
-            backward = int(chunk.blocks[block, 1])
-            factor = float(factors[backward]) if backward < len(factors) else 0.0
-            low = int(chunk.starts[block])
-            high = low + int(chunk.counts[block])
-            if not factor or high == low:
-                continue
-            keys = chunk.keys(total.dtype, low, high)
-            errors = chunk.errors(total.dtype, low, high)
-            found = scores(slot_use, weighed, keys, errors, rows)
-            total[:, chunk.first_slot + low : chunk.first_slot + high].add_(found, alpha=-factor)
-
-    def _chunk_at(self, step: int) -> SlotChunk | None:
-        """Return the chunk that holds a step; the last one stays open."""
-        ends = [chunk.end_step for chunk in self.store.manifest.chunks]
-        place = int(np.searchsorted(ends, step, side="right"))
-        known = self._open_chunk  # read once: another thread may replace it at any time
-        if known is not None and known[0] == place:
-            return known[1]
-        found = self.store.chunk_of(self.layer.name, place)
-        self._open_chunk = (place, found)
         return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.dual import certificate
-from dualform.dual.compact import compact
+from dualform.dual.compact import Compact, compact, compacted_weights
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.weights import Reached
@@ -26,16 +26,15 @@ from dualform.layers.streams import Layer
 from dualform.progress import Progress
 from dualform.query.answer import Answer
 from dualform.query.attention import LayerAttention
-from dualform.query.compact import Compact, compacted_weights
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
-from dualform.query.estimate import Settings, estimate
 from dualform.query.forward import run
-from dualform.query.influence import Influence
+from dualform.query.influence.answers import Influence
+from dualform.query.influence.estimate import Settings, estimate
+from dualform.query.influence.mislabelled import mislabelled
 from dualform.query.info import marks, store_info
 from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
-from dualform.query.mislabelled import mislabelled
 from dualform.query.network import Network
 from dualform.query.slots import addresses
 from dualform.store.reader import Store

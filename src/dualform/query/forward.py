@@ -97,12 +97,13 @@ class _Listener:
         inside = {id(inner) for module in modules.values() for inner in parts_of(module)}
         for name, module in modules.items():
             rule = rule_for(module)
-            mine = [one.name for one in layers if one.name == name or one.name.startswith(f"{name}." if name else "")]
-            if rule is not None and mine and id(module) not in inside:
-                self.modules[name] = module
-                for layer in mine:
-                    self.owners[layer] = name
-                self._hook(name, module, rule)
+            owned = [one.name for one in layers if _belongs(one.name, name)]
+            if rule is None or not owned or id(module) in inside:
+                continue
+            self.modules[name] = module
+            for layer in owned:
+                self.owners[layer] = name
+            self._hook(name, module, rule)
 
     def _hook(self, name: str, module: nn.Module, rule: Rule) -> None:
         begun: list[Any] = []
@@ -136,44 +137,78 @@ def _run(
     target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
     gradients: bool,
 ) -> Run:
-    by_name = {layer.name: layer for layer in layers}
     for parameter in model.parameters():
         if parameter.is_floating_point():  # a quantised weight has no gradient
             parameter.requires_grad_(True)
     with _Listener(model, layers, copy_outputs=gradients) as listener:
         with torch.enable_grad():  # the graph tells which calls the output depends on
             output = _call(model, inputs)
-        nodes = _nodes_behind(output)
-        calls = [call for call in listener.calls if call.is_among(nodes)] if nodes else listener.calls
+        calls = _calls_behind(output, listener.calls)
         axes = BatchAxes(batch_axis, listener.owners, batch_axis.get(""))
         proof = _prove(model, inputs, calls, rows, axes, listener)
-    chosen = _target(output, target, rows) if gradients else torch.zeros(rows)
-    slopes = _slopes(chosen, [call.watch for call in calls]) if gradients else [None] * len(calls)
-    queries: dict[str, list[Tensor]] = {}
-    along: dict[str, list[Tensor]] = {}
+    chosen = _target(output, target, rows) if gradients else None
+    collector = _Collector(layers, rows, axes, proof, chosen)
+    slopes: Sequence[Any] = [None] * len(calls)
+    if chosen is not None:
+        slopes = _slopes(chosen, [call.watch for call in calls])
     for call, slope in zip(calls, slopes, strict=True):
         for found in call.watch.slots(slope):
-            layer = by_name.get(joined(call.module, found.layer))
-            if layer is None or (found.errors is None and gradients):
-                continue
-            leading = found.keys.dim() - 1 if found.lead is None else found.lead
-            where = _layout(layer.name, call, found, leading, rows, axes, proof)
-            keys = queries_of(layer, found.keys.detach())
-            queries.setdefault(layer.name, []).append(_by_example(keys, leading, where, rows))
-            if found.errors is None:
-                continue
-            if where.is_shared:
-                # One backward pass gives the sum over all examples: each needs its own
-                errors = [_errors_of(call.watch, found.layer, example) for example in chosen]
-                each = [_by_example(one, leading, where, 1) for one in errors]
-                along.setdefault(layer.name, []).append(torch.cat(each))
-            else:
-                along.setdefault(layer.name, []).append(_by_example(found.errors, leading, where, rows))
-    captured = {
-        name: Captured(torch.cat(some, 1), torch.cat(along[name], 1) if name in along else None)
-        for name, some in queries.items()
-    }
-    return Run({name: captured[name] for name in by_name if name in captured}, chosen.detach())
+            collector.add(call, found)
+    return Run(collector.captured(), torch.zeros(rows) if chosen is None else chosen.detach())
+
+
+class _Collector:
+    """Puts together what the calls of each layer showed, example by example."""
+
+    def __init__(self, layers: Sequence[Layer], rows: int, axes: BatchAxes, proof: Proof, target: Tensor | None):
+        """target: (rows,); None: gradients are not asked for."""
+        self._layers = {layer.name: layer for layer in layers}
+        self._rows = rows
+        self._axes = axes
+        self._proof = proof
+        self._target = target
+        self._queries: dict[str, list[Tensor]] = {}
+        self._gradients: dict[str, list[Tensor]] = {}
+
+    def add(self, call: _Call, found: Found) -> None:
+        """Take in what one call showed of one layer."""
+        layer = self._layers.get(joined(call.module, found.layer))
+        if layer is None or (found.errors is None and self._target is not None):
+            return
+        leading = found.keys.dim() - 1 if found.lead is None else found.lead
+        where = _layout(layer.name, call, found, leading, self._rows, self._axes, self._proof)
+        keys = queries_of(layer, found.keys.detach())
+        self._queries.setdefault(layer.name, []).append(_by_example(keys, leading, where, self._rows))
+        if found.errors is not None and self._target is not None:
+            gradients = self._gradients_of(call, found, found.errors, leading, where)
+            self._gradients.setdefault(layer.name, []).append(gradients)
+
+    def _gradients_of(self, call: _Call, found: Found, errors: Tensor, leading: int, where: Layout) -> Tensor:
+        if not where.is_shared or self._target is None:
+            return _by_example(errors, leading, where, self._rows)
+        # One backward pass gives the sum over all examples: each needs its own
+        by_example = [_errors_of(call.watch, found.layer, example) for example in self._target]
+        return torch.cat([_by_example(one, leading, where, 1) for one in by_example])
+
+    def captured(self) -> dict[str, Captured]:
+        """Return the queries and gradients of each layer that was called, in the order of the layers."""
+        result = {}
+        for name in self._layers:
+            if name in self._queries:
+                gradients = torch.cat(self._gradients[name], 1) if name in self._gradients else None
+                result[name] = Captured(torch.cat(self._queries[name], 1), gradients)
+        return result
+
+
+def _belongs(layer: str, module: str) -> bool:
+    """Return whether a layer is a module, or a part of it."""
+    return not module or layer == module or layer.startswith(f"{module}.")
+
+
+def _calls_behind(output: Any, calls: list[_Call]) -> list[_Call]:
+    """Return the calls that an output depends on; all, if there is no graph that tells."""
+    nodes = _nodes_behind(output)
+    return [call for call in calls if call.is_among(nodes)] if nodes else calls
 
 
 def _nodes_behind(output: Any) -> set[Any]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import polars as pl
 from torch import Tensor
 
 from dualform.dual.gradients import Keep
-from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan
-from dualform.dual.parallel import rebuild_each
+from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan, rebuild_each
 from dualform.dual.totals import View, find
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
-from dualform.query.conditions import Bools, Condition, Where, condition_columns, matching_groups
+from dualform.query.conditions import Bools, Condition, Where, condition_columns, matching_groups, rows_before
 from dualform.query.network import Network, check_all_outputs
 from dualform.store.reader import Store
 
@@ -43,7 +41,7 @@ class Mask:
             return None
         rows = None
         if self.store.manifest.keep != "totals":
-            rows = self.store.rows.filter(pl.col("step") < self.end)
+            rows = rows_before(self.store, self.end)
         matches = matching_groups(self.condition, view.groups, rows, self._argument)
         if matches is None:
             return None

@@ -19,8 +19,7 @@ from dualform.query.conditions import Condition
 from dualform.query.groups import Groups
 from dualform.query.scan import Bools, Piece
 from dualform.query.search.index import Index
-from dualform.query.slots import describe
-from dualform.query.written import has_silent, written
+from dualform.query.slots import describe, has_silent, written
 from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 

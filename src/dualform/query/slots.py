@@ -1,19 +1,23 @@
-"""From slot numbers to what a person wants to read: step, columns of the row, position."""
+"""The slots of a layer: where each comes from (step, columns of the row, position), and which of them wrote something.
+
+Slots that wrote nothing (padding, ignored labels) take no part in answers, unless a question asks for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
 from dualform.query.cache import cached
-from dualform.query.written import written
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 ADDRESS = {"row": pl.Int64(), "step": pl.Int64(), "position": pl.Int64(), "silent": pl.Boolean()}
 """The columns of a layer's slots."""
 
@@ -75,3 +79,31 @@ def _addresses(chunk: SlotChunk) -> pl.DataFrame:
         "silent": ~written(chunk),
     }
     return pl.DataFrame(columns, schema=ADDRESS)
+
+
+def has_silent(store: Store, layer: str, end: int) -> bool:
+    """Whether any slot of a layer, up to step `end`, is silent. Chunks are looked at once for an open store."""
+
+    def find() -> bool:
+        return any(chunk.silent is not None for chunk in store.addresses(layer, end_step=end))
+
+    return cached(store, ("has silent slots", layer), find, end)
+
+
+def written(chunk: SlotChunk) -> Bools:
+    """Return which slots of a chunk wrote something, (slots,)."""
+    return np.ones(chunk.slots, np.bool_) if chunk.silent is None else ~chunk.silent
+
+
+def rows_written(store: Store, layers: Sequence[str], end: int) -> Bools:
+    """Return which rows wrote something in any of these layers, (rows,)."""
+
+    def find() -> Bools:
+        found = np.zeros(sum(chunk.rows for chunk in store.manifest.chunks), np.bool_)
+        for layer in layers:
+            for chunk in store.addresses(layer, end_step=end):
+                rows = chunk.rows()[written(chunk)]
+                found[rows[rows != NO_ROW]] = True
+        return found
+
+    return cached(store, ("rows that wrote something", *layers), find, end)

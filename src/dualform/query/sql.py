@@ -110,32 +110,47 @@ def _checked(tokens: Sequence[Token]) -> list[Token]:
     """
     checked: list[Token] = []
     previous: Token | None = None
-    nesting = 0
-    around = [0]  # the nesting inside of each open parenthesis; the first is outside of all
+    nesting = _Nesting()
     for token in tokens:
         _check_token(token)
         if previous is not None and _is_operand(previous):
-            if token.token_type is TokenType.L_PAREN:
-                raise _RefusedError(f"functions such as {_shown(previous)}(…) are not allowed.")
-            if _is_operand(token):
-                keyword = previous if _is_keyword(previous) else token
-                raise _RefusedError(f"unexpected {_shown(keyword)}.")
-        if token.token_type is TokenType.L_PAREN:
-            nesting += 1
-            around.append(nesting)
-        elif token.token_type is TokenType.R_PAREN and len(around) > 1:
-            around.pop()
-            nesting = around[-1]
-        elif token.token_type in PREFIXES:
-            nesting += 1
-        else:
-            nesting = around[-1]
-        if nesting > MAX_NESTING:
-            raise _RefusedError(f"it is nested deeper than {MAX_NESTING} levels.")
+            _check_after_operand(previous, token)
+        nesting.enter(token.token_type)
         previous = token
         is_name = _is_operand(token) and token.token_type not in LITERALS
         checked.append(Token(TokenType.IDENTIFIER, token.text) if is_name else token)
     return checked
+
+
+def _check_after_operand(operand: Token, token: Token) -> None:
+    if token.token_type is TokenType.L_PAREN:
+        raise _RefusedError(f"functions such as {_shown(operand)}(…) are not allowed.")
+    if _is_operand(token):
+        keyword = operand if _is_keyword(operand) else token
+        raise _RefusedError(f"unexpected {_shown(keyword)}.")
+
+
+class _Nesting:
+    """How deep a condition is nested, by parentheses and by prefixes such as NOT."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._around = [0]
+        """The depth inside of each open parenthesis; the first is outside of all."""
+
+    def enter(self, kind: TokenType) -> None:
+        """Go on to the next token."""
+        if kind is TokenType.L_PAREN:
+            self._depth += 1
+            self._around.append(self._depth)
+        elif kind in PREFIXES:
+            self._depth += 1
+        else:
+            if kind is TokenType.R_PAREN and len(self._around) > 1:
+                self._around.pop()
+            self._depth = self._around[-1]
+        if self._depth > MAX_NESTING:
+            raise _RefusedError(f"it is nested deeper than {MAX_NESTING} levels.")
 
 
 def _check_token(token: Token) -> None:
@@ -199,16 +214,12 @@ class _Builder:
             left, right = self._operands(node, height)
             return COMPARISONS[kind](left, right)
         if kind in TESTS:
-            found = TESTS[kind](self, node, height)
-            # sqlglot writes NOT LIKE into the node, and NOT IN around it, depending on its version
-            return ~found if node.args.get("negate") else found
-        if kind is exp.Column:
-            return _column(node)
-        if kind is exp.Boolean:
-            return pl.lit(bool(node.this))
+            return self._test(node, height)
+        if kind in OPERANDS:
+            return OPERANDS[kind](node)
         if kind is exp.Null:
             return pl.lit(None, dtype=pl.Boolean)
-        if kind is exp.Literal or kind is exp.Neg or kind in ARITHMETIC:
+        if kind in (exp.Literal, exp.Neg, *ARITHMETIC):
             raise _RefusedError("expected true or false, e.g. a comparison, instead of a value.")
         raise _RefusedError(f"unexpected {kind.__name__}.")
 
@@ -222,21 +233,26 @@ class _Builder:
             left, right = self._operands(node, height)
             return ARITHMETIC[kind](left, right)
         if kind is exp.Neg:
-            operand = _only(node, "this").this
-            if isinstance(operand, exp.Literal) and not operand.is_string:
-                return _number(f"-{operand.this}")
-            return -self.value(operand, height + 1)
-        if kind is exp.Column:
-            return _column(node)
+            return self._negative(_only(node, "this").this, height)
+        if kind in OPERANDS:
+            return OPERANDS[kind](node)
         if kind is exp.Literal:
             return pl.lit(node.this) if node.is_string else _number(node.this)
-        if kind is exp.Boolean:
-            return pl.lit(bool(node.this))
         if kind is exp.Null:
             return pl.lit(None)
-        if kind in COMPARISONS or kind in CONNECTIVES or kind in TESTS or kind is exp.Not:
+        if kind in (exp.Not, *COMPARISONS, *CONNECTIVES, *TESTS):
             raise _RefusedError("a comparison cannot be compared or calculated with; join comparisons by AND or OR.")
         raise _RefusedError(f"unexpected {kind.__name__}.")
+
+    def _test(self, node: exp.Expr, height: int) -> pl.Expr:
+        found = TESTS[type(node)](self, node, height)
+        # sqlglot writes NOT LIKE into the node, and NOT IN around it, depending on its version
+        return ~found if node.args.get("negate") else found
+
+    def _negative(self, operand: exp.Expr, height: int) -> pl.Expr:
+        if isinstance(operand, exp.Literal) and not operand.is_string:
+            return _number(f"-{operand.this}")
+        return -self.value(operand, height + 1)
 
     def is_in(self, node: exp.Expr, height: int) -> pl.Expr:
         """x IN (a, b) is x = a OR x = b, for null and numbers of either kind, too."""
@@ -330,6 +346,14 @@ def _column(node: exp.Expr) -> pl.Expr:
     if name == "*" or (name.startswith("^") and name.endswith("$")):
         raise _RefusedError(f"Polars would take the name {name!r} for a pattern. Use a Polars expression instead.")
     return pl.col(name)
+
+
+def _truth(node: exp.Expr) -> pl.Expr:
+    return pl.lit(bool(node.this))
+
+
+OPERANDS: dict[type[exp.Expr], Callable[[exp.Expr], pl.Expr]] = {exp.Column: _column, exp.Boolean: _truth}
+"""What may stand alone as a condition or as a value."""
 
 
 def _is_literal(node: exp.Expr) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.influence.curvature import Sums
-from dualform.influence.loss_mean import calls_of_blocks, divisors
-from dualform.influence.pairings import pairings
-from dualform.influence.recorded import RECORDED_MEAN
+from dualform.curvature.loss_mean import RECORDED_MEAN, calls_of_blocks, divisors
+from dualform.curvature.maps import linear_maps
+from dualform.curvature.sums import Sums
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store.encoding import decode
@@ -42,7 +41,7 @@ class OnlineCurvature:
             if block.errors is None or not block.rows * block.positions:
                 continue
             layer = layers[block.layer]
-            sums = self._sums.setdefault(block.layer, [Sums(pairing) for pairing in pairings(layer)])
+            sums = self._sums.setdefault(block.layer, [Sums(linear_map) for linear_map in linear_maps(layer)])
             dtype = torch.float64 if block.errors.data.dtype == torch.float64 else torch.float32
             keys, errors = _keys(block, layer, dtype), decode(block.errors.data, block.errors.exponents, dtype)
             divisor = torch.full((len(errors),), divided_by, dtype=dtype)

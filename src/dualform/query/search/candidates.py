@@ -46,13 +46,12 @@ def best_members(
     blocks: list[list[Ranking]] = []
     for first in range(0, queries, size):
         search = _Search(bounds, members, k, order, slice(first, min(first + size, queries)), dtype)
-        search.run(looked_at)
-        blocks.append([members.slots_of(ranking, k, order) for ranking in search.best])
+        blocks.append([members.slots_of(ranking, k, order) for ranking in search.run(looked_at)])
     return [stacked([block[group] for block in blocks], dtype) for group in range(members.groups)]
 
 
 class _Search:
-    """A search for the best members of some queries."""
+    """A search for the best members of some queries. Its rankings hold the places of members instead of slot numbers."""
 
     def __init__(self, bounds: Bounds, members: Members, k: int, order: Order, queries: slice, dtype: torch.dtype):
         self._bounds = bounds
@@ -61,78 +60,84 @@ class _Search:
         self._order = order
         self._queries = queries
         self._count = queries.stop - queries.start
-        self._is_scored = np.zeros(len(members.slots), np.bool_)
-        self.best = [Ranking.empty(self._count, dtype) for _ in range(members.groups)]
-        """The best members of each group so far."""
+        self._dtype = dtype
 
-    def run(self, looked_at: Tensor) -> None:
-        """Find the best members. looked_at: the places of the first look, ascending."""
+    def run(self, looked_at: Tensor) -> list[Ranking]:
+        """Return the best members of each group. looked_at: the places of the first look, ascending."""
         total = len(self._members.slots)
         guess, bound = self._bounds.bound(self._queries, looked_at)
         promising = self._promising(guess, looked_at)
         if len(promising) > MANY * total:
-            self._score_all()
-            return
-        self._score(promising)
-        if len(looked_at) == total:
-            self._score(self._passing(bound, looked_at))
-        else:
-            self._search_in_tiles()
+            return self._rank_all()
+        scores = self._bounds.exact(self._queries, promising)
+        threshold = self._threshold(self._rank(promising, scores))
+        if len(looked_at) < total:
+            return self._rank_in_tiles(threshold)
+        passing = self._passing(bound, looked_at, threshold, without=promising)
+        both = torch.cat([promising, passing])
+        ascending = torch.from_numpy(np.argsort(both.numpy(), kind="stable"))
+        scores = torch.cat([scores, self._bounds.exact(self._queries, passing)], 1)
+        return self._rank(both[ascending], scores[:, ascending])
 
-    def _search_in_tiles(self) -> None:
+    def _rank_in_tiles(self, threshold: Tensor) -> list[Ranking]:
+        """Compute bounds a tile at a time, and score the members that pass."""
         # |score| ≤ length × size, so that members that are too short need no other bound
-        shortest = (self._threshold().amin(1) / self._bounds.sizes[self._queries]).amin()
+        shortest = (threshold.amin(1) / self._bounds.sizes[self._queries]).amin()
         long_enough = torch.nonzero(~(self._bounds.lengths < shortest))[:, 0]
-        waiting = [long_enough[:0]]
-        for places in torch.split(long_enough, max(1, min(TILE_SLOTS, TILE // self._count))):
+        best = [Ranking.empty(self._count, self._dtype) for _ in range(self._members.groups)]
+        waiting: list[Tensor] = []
+        tiles = torch.split(long_enough, max(1, min(TILE_SLOTS, TILE // self._count)))
+        for number, places in enumerate(tiles, start=1):
             _, bound = self._bounds.bound(self._queries, places)
-            waiting.append(self._passing(bound, places))
-            if sum(map(len, waiting)) >= ENOUGH:
-                self._score(torch.cat(waiting))  # which raises the threshold for the tiles that follow
-                waiting = [long_enough[:0]]
-        self._score(torch.cat(waiting))
+            waiting.append(self._passing(bound, places, threshold))
+            if sum(map(len, waiting)) >= ENOUGH or number == len(tiles):
+                best = self._improve(best, torch.cat(waiting))
+                threshold = torch.maximum(threshold, self._threshold(best))
+                waiting = []
+        return best
 
-    def _score_all(self) -> None:
+    def _rank_all(self) -> list[Ranking]:
+        """Score every member."""
+        best = [Ranking.empty(self._count, self._dtype) for _ in range(self._members.groups)]
         size = max(1, min(TILE_SLOTS, 8 * TILE // self._count))
         for places in torch.split(torch.arange(len(self._members.slots)), size):
-            self._score(places)
+            best = self._improve(best, places)
+        return best
 
-    def _score(self, places: Tensor) -> None:
-        """Score the members at some places, which ascend, and keep the best of each group."""
+    def _improve(self, best: list[Ranking], places: Tensor) -> list[Ranking]:
+        """Return the best of each group, with members at further places, which ascend."""
         if not len(places):
-            return
-        scores = self._bounds.exact(self._queries, places)
-        slots = self._members.slots[places]
+            return best
+        found = self._rank(places, self._bounds.exact(self._queries, places))
+        return [merged(old, new, self._k, self._order) for old, new in zip(best, found, strict=True)]
+
+    def _rank(self, places: Tensor, scores: Tensor) -> list[Ranking]:
+        """Return the best of each group among the members at some places, which ascend. scores: (queries, places)."""
         codes = self._members.codes_at(places)
         columns = top_places(rank_keys(scores, self._order), self._k, codes, self._members.groups)
-        for group, best in enumerate(columns):
-            found = Ranking(slots[best], scores.gather(1, best))
-            self.best[group] = merged(self.best[group], found, self._k, self._order)
-        self._is_scored[places.numpy()] = True
+        return [Ranking(places[best], scores.gather(1, best)) for best in columns]
 
     def _promising(self, guess: Tensor, places: Tensor) -> Tensor:
         """Return the places of the members that look best in any query and group, ascending."""
-        count = int(AHEAD * self._k) + 1
+        count = int(AHEAD * self._k / self._members.usual_count) + 1
         columns = top_places(guess, count, self._members.codes_at(places), self._members.groups)
-        return places[torch.unique(torch.cat([best.reshape(-1) for best in columns]))]
+        is_promising = np.zeros(len(places), np.bool_)
+        for best in columns:
+            is_promising[best.numpy()] = True
+        return places[torch.from_numpy(np.flatnonzero(is_promising))]
 
-    def _passing(self, bound: Tensor, places: Tensor) -> Tensor:
-        """Return the places, of those not scored yet, whose bounds (queries, n) reach the threshold of any query.
+    def _passing(self, bound: Tensor, places: Tensor, threshold: Tensor, without: Tensor | None = None) -> Tensor:
+        """Return the places whose bounds (queries, n) reach the threshold (queries, groups) of any query.
 
-        A bound that is not a number does.
+        A bound that is not a number does. without: members that are scored already, if the places are those of all members.
         """
         codes = self._members.codes_at(places)
-        threshold = self._threshold()
         needed = threshold if codes is None else threshold.index_select(1, codes)
-        misses = (bound < needed).numpy().all(axis=0)
-        return places[torch.from_numpy(np.flatnonzero(~(misses | self._is_scored[places.numpy()])))]
+        reaches = ~(bound < needed).numpy()
+        if without is not None:
+            reaches[:, without.numpy()] = False
+        return places[torch.from_numpy(np.flatnonzero(reaches.any(axis=0)))]
 
-    def _threshold(self) -> Tensor:
-        """Return what a member must reach to be among the k best, (queries, groups)."""
-        lowest = []
-        for ranking in self.best:
-            if ranking.scores.shape[1] < self._k:
-                lowest.append(ranking.scores.new_full((self._count,), -torch.inf))
-            else:
-                lowest.append(rank_keys(ranking.scores[:, self._k - 1], self._order))
-        return torch.stack(lowest, 1)
+    def _threshold(self, best: list[Ranking]) -> Tensor:
+        """Return what a member must reach for any of its slots to be among the k best, (queries, groups)."""
+        return torch.stack([self._members.threshold(ranking, self._k, self._order) for ranking in best], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,34 +29,56 @@ class Members:
 
     def codes_at(self, places: Tensor) -> Tensor | None:
         """Return the groups of the members at some places."""
-        return None if self.codes is None else self.codes.index_select(0, places)
+        if self.codes is None or len(places) == len(self.codes):  # all members, in their order
+            return self.codes
+        return self.codes.index_select(0, places)
+
+    @cached_property
+    def usual_count(self) -> int:
+        """How many slots a member usually stands for."""
+        return 1 if self.sharing is None else int(np.median(self.sharing.counts))
+
+    def threshold(self, ranking: Ranking, k: int, order: Order) -> Tensor:
+        """Return the rank key of the k-th best slot of each query, (queries,); −∞ if there are fewer. ranking: of places."""
+        keys = rank_keys(ranking.scores, order)
+        padded = torch.cat([keys, keys.new_full((len(keys), 1), -torch.inf)], 1)
+        if self.sharing is None:
+            return padded[:, min(k - 1, keys.shape[1])]
+        counts = torch.from_numpy(self.sharing.counts[ranking.slots.numpy()])
+        before = (counts.cumsum(1) < k).sum(1, keepdim=True)
+        return padded.gather(1, before)[:, 0]
 
     def slots_of(self, ranking: Ranking, k: int, order: Order) -> Ranking:
-        """Return the k best slots, from the k best members."""
-        return ranking if self.sharing is None else self.sharing.best(ranking, k, order)
+        """Return the k best slots, from the places of the k best members."""
+        if self.sharing is None:
+            return Ranking(self.slots[ranking.slots], ranking.scores)
+        # Members below the k-th slot have none among the k best
+        reaches = ~(rank_keys(ranking.scores, order) < self.threshold(ranking, k, order)[:, None])
+        width = int(reaches.sum(1).max()) if reaches.numel() else 0
+        return self.sharing.best(Ranking(ranking.slots[:, :width], ranking.scores[:, :width]), k, order)
 
 
 class SharingSlots:
     """The slots of each member. Slots of one member have the same score."""
 
-    def __init__(self, slots: Ints, member_of: Ints, first: Ints):
-        """slots (m,), ascending, and the member of each. first (members,): each member's first slot, ascending."""
+    def __init__(self, slots: Ints, member_of: Ints, members: int):
+        """slots (m,), ascending, and the member of each."""
         self._slots = slots[np.argsort(member_of, kind="stable")]
-        self._starts = np.searchsorted(np.sort(member_of), np.arange(len(first) + 1))
-        self._first = first
+        self.counts = np.bincount(member_of, minlength=members)
+        """(members,): how many slots each has."""
+        self._starts = np.cumsum(self.counts) - self.counts
 
     def best(self, ranking: Ranking, k: int, order: Order) -> Ranking:
-        """Return the k best slots of each query, from its k best members.
+        """Return the k best slots of each query, from the places of its k best members.
 
         The k best slots are always slots of the k best members: every better member has a better slot.
         """
         queries, width = ranking.slots.shape
-        members = np.searchsorted(self._first, ranking.slots.reshape(-1).numpy())
-        begin = self._starts[members]
-        counts = np.minimum(self._starts[members + 1] - begin, k)
+        members = ranking.slots.reshape(-1).numpy()
+        counts = np.minimum(self.counts[members], k)
         ends = np.cumsum(counts)
         within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-        slots = self._slots[np.repeat(begin, counts) + within]
+        slots = self._slots[np.repeat(self._starts[members], counts) + within]
         query = np.repeat(np.repeat(np.arange(queries), width), counts)
         # Members are in order already: only slots of members with equal scores are still to be sorted, by their number
         keys = np.repeat(rank_keys(ranking.scores, order).reshape(-1).numpy(), counts)
@@ -79,6 +102,5 @@ def members_by_key(slots: Tensor, keys: Tensor, codes: Tensor | None = None, gro
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     firsts = torch.from_numpy(first[order])
-    member_slots = slots[firsts]
-    sharing = SharingSlots(slots.numpy(), rank[line], member_slots.numpy())
-    return Members(member_slots, None if codes is None else codes[firsts], groups, sharing)
+    sharing = SharingSlots(slots.numpy(), rank[line], len(firsts))
+    return Members(slots[firsts], None if codes is None else codes[firsts], groups, sharing)

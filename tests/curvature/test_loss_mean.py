@@ -9,8 +9,8 @@ from torch.nn import functional as F
 import dualform
 import padded
 import shared
+from dualform.curvature.loss_mean import Calls, LossMean, divisors
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.influence.loss_mean import Calls, LossMean, divisors
 from dualform.record import curvature
 from dualform.store.format import NO_ROW
 from padded import IGNORED, LABELS, LENGTHS, one_hot
@@ -178,7 +178,7 @@ def test_curvature_that_was_counted_while_recording(tmp_path, monkeypatch):
     answer = dual.influence(one_hot(torch.arange(2)), target=target, segments=WHOLE, silent=True)
     scores = scores_of(answer)
     assert_samples_score_the_same(dual, scores)
-    monkeypatch.setattr("dualform.influence.factors.recorded_factors", lambda *given: None)
+    monkeypatch.setattr("dualform.query.influence.factors.recorded_factors", lambda *given: None)
     for path in (tmp_path / "run").glob("curvature-*"):
         path.unlink()
     again = dual.reopened().influence(one_hot(torch.arange(2)), target=target, segments=WHOLE, silent=True)

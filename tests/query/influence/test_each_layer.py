@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.influence.pairings import pairings
+from dualform.curvature.maps import linear_maps
 from reference import influence as reference
 
 SEGMENTS = [(0, 2), (2, 4)]
@@ -157,7 +157,7 @@ def maps(layer, gradients, keys, errors):
 
 def test_a_gru_is_two_maps_and_an_lstm_one(run):
     store = run.dual.store
-    counts = {layer.name: len(pairings(layer)) for layer in store.manifest.layers}
+    counts = {layer.name: len(linear_maps(layer)) for layer in store.manifest.layers}
     if run.name == "gru":
         assert counts["body"] == 2
     if run.name == "lstm":

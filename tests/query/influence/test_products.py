@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.influence import products
-from dualform.influence.products import OneHotProducts, Products
+from dualform.query.influence import products
+from dualform.query.influence.products import OneHotProducts, Products
 
 SMALL = st.integers(1, 3)
 

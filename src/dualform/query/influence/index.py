@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.influence.pairings import pairings
-from dualform.influence.pieces import Piece, Window, pieces, windows
-from dualform.influence.products import Products
-from dualform.influence.scored import LinearScores
+from dualform.curvature.maps import linear_maps
 from dualform.layers.keys import Vectors
 from dualform.layers.streams import Layer
+from dualform.query.influence.products import Products
+from dualform.query.influence.scores import LinearScores
+from dualform.query.influence.segments import RowPiece, Window, row_pieces, windows
 from dualform.query.ranking import Ranking, rank_keys, side_by_side, stacked
 from dualform.query.reducers import TopK
 from dualform.query.scan import Bools
@@ -143,7 +143,7 @@ class _BoundedWindow:
         self._scratch = scratch
         count = queries.stop - queries.start
         self._bound = torch.zeros(count, window.end - window.begin, dtype=index.dtype)
-        self._parts: list[tuple[Layer, Products, Piece, Tensor]] = []
+        self._parts: list[tuple[Layer, Products, RowPiece, Tensor]] = []
         for layer in index.layers:
             self._add_layer(layer, segment)
 
@@ -157,12 +157,12 @@ class _BoundedWindow:
         chunk = scored.store.chunk_of(layer.name, self._window.place)
         if chunk is None:
             return
-        [pairing] = pairings(layer)
+        [linear_map] = linear_maps(layer)
         first_row = scored.segments[segment].first_row
-        for piece in pieces(chunk, self._window.begin, self._window.end, layer.d_out):
+        for piece in row_pieces(chunk, self._window.begin, self._window.end, layer.d_out):
             errors = piece.chunk.some_errors(np.arange(piece.low, piece.high), self._scratch)
-            slopes = product.slopes_along(self._queries, pairing.error_side(Vectors(errors), errors))
-            slopes *= scored.loss_mean.of_rows(piece, self._index.dtype)
+            slopes = product.slopes_along(self._queries, linear_map.error_side(Vectors(errors), errors))
+            slopes *= piece.loss_divisors(scored.loss_mean, self._index.dtype)
             begin = piece.first_row - first_row
             key_norms = norms[begin : begin + piece.rows].to(self._index.dtype)
             low = piece.first_row - self._window.begin
@@ -187,8 +187,8 @@ class _BoundedWindow:
             if begin == end:
                 continue
             places = rows[begin:end] - low
-            [pairing] = pairings(layer)
-            keys = pairing.key_side(Vectors(piece.chunk.some_keys(places + piece.low, self._scratch)))
+            [linear_map] = linear_maps(layer)
+            keys = linear_map.key_side(Vectors(piece.chunk.some_keys(places + piece.low, self._scratch)))
             weights = product.weights(self._queries, keys)
             scores[:, begin:end] += weights.mul_(slopes[:, torch.from_numpy(places)])
         return scores

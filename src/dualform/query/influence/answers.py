@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QuestionError, UnknownLayerError
-from dualform.influence.pieces import Window, windows
-from dualform.influence.scored import LinearScores, Scored
 from dualform.layers.streams import Layer
 from dualform.query.answer import Answer, Sums
 from dualform.query.cache import cached
 from dualform.query.conditions import Where, condition_columns
 from dualform.query.groups import Groups
+from dualform.query.influence.index import RowIndex, RowWindow, can_be_bounded
+from dualform.query.influence.scores import LinearScores, Scored
+from dualform.query.influence.segments import Window, windows
 from dualform.query.scan import Bools
 from dualform.query.scorer import Scorer
-from dualform.query.search.rows import RowIndex, RowWindow, can_be_bounded
-from dualform.query.written import has_silent, rows_written
+from dualform.query.slots import has_silent, rows_written
 from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

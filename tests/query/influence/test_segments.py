@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from dualform.errors import QuestionError
-from dualform.influence.segments import Segment, segments
+from dualform.query.influence.segments import Segment, segments
 from training import train
 
 

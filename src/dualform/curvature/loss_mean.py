@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.influence.pieces import Piece
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
 from dualform.store.records import Block
@@ -25,6 +24,8 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 LOSS_MEANS = ("tokens", "rows", "none")
 """What a loss may be a mean over: the positions that have a loss, the rows of the batch, or nothing (a sum)."""
+RECORDED_MEAN = "tokens"
+"""What the recorder takes the loss for a mean over, where it counts curvature."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,10 @@ class LossMean:
         """(slots,): the same for the slots low to high."""
         return torch.from_numpy(chunk.per_slot(self.of_blocks(chunk))[low:high]).to(dtype)
 
-    def of_rows(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """(rows,): the same for the rows of a piece."""
-        slots = np.arange(piece.low, piece.high, piece.positions)
-        blocks = np.searchsorted(piece.chunk.starts, slots, "right") - 1
-        return torch.from_numpy(self.of_blocks(piece.chunk)[blocks]).to(dtype)
+    def of_some(self, chunk: SlotChunk, slots: Ints, dtype: torch.dtype) -> Tensor:
+        """(slots,): the same for some slots, by their places in the chunk."""
+        blocks = np.searchsorted(chunk.starts, slots, "right") - 1
+        return torch.from_numpy(self.of_blocks(chunk)[blocks]).to(dtype)
 
 
 def _key(chunk: SlotChunk) -> tuple[int, int]:

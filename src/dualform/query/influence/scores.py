@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.pairings import Pairing, pairings
-from dualform.influence.pieces import Window, pieces_in
-from dualform.influence.segments import Segment
+from dualform.curvature.loss_mean import LossMean
+from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.streams import Layer
+from dualform.query.influence.segments import Segment, Window, pieces_in
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -21,10 +20,10 @@ from dualform.store.slots import SlotChunk
 class OfSlots(Protocol):
     """Scores that are linear in slots: Products, OneHotProducts, SketchedProducts."""
 
-    def of_slots(self, some: slice, keys: Tensor, errors: Tensor) -> Tensor:
+    def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
         """(examples, n)."""
 
-    def of_rows(self, some: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
+    def of_rows(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
         """(examples, n / positions)."""
 
 
@@ -35,7 +34,7 @@ class Scored(Protocol):
     def segments(self) -> Sequence[Segment]:
         """What was looked at."""
 
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
         """The scores of some queries for the rows of a window in segment `number`, summed over layers: (queries, rows)."""
 
 
@@ -50,28 +49,30 @@ class LinearScores:
     norms: Sequence[Mapping[str, Tensor | None]] = ()
     """The norm of each row's key, by segment and layer, where it is known: that of `Products.lengths`."""
 
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
         """(queries, rows)"""
-        found = torch.zeros(some.stop - some.start, window.end - window.begin, dtype=dtype)
+        found = torch.zeros(queries.stop - queries.start, window.end - window.begin, dtype=dtype)
         for layer in layers:
             maps = self._maps(number, layer)
             for here, piece, keys, errors in pieces_in(self.store, layer, window, dtype):
-                divisor = self.loss_mean.of_rows(piece, dtype)
-                for pairing, product in maps:
-                    taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors)
-                    found[:, here] += product.of_rows(some, taken, apart, piece.positions).mul_(divisor)
+                divisor = piece.loss_divisors(self.loss_mean, dtype)
+                for linear_map, product in maps:
+                    own_keys = linear_map.key_side(keys)
+                    own_errors = linear_map.error_side(keys, errors)
+                    found[:, here] += product.of_rows(queries, own_keys, own_errors, piece.positions).mul_(divisor)
         return found
 
-    def slots(self, number: int, chunk: SlotChunk, low: int, high: int, some: slice, dtype: torch.dtype) -> Tensor:
+    def slots(self, number: int, chunk: SlotChunk, low: int, high: int, queries: slice, dtype: torch.dtype) -> Tensor:
         """The scores of some queries for the slots low to high of a chunk, all in segment `number`: (queries, slots)."""
-        found = torch.zeros(some.stop - some.start, high - low, dtype=dtype)
-        keys, errors = chunk.keys(dtype, low, high), chunk.errors(dtype, low, high)
-        for pairing, product in self._maps(number, chunk.layer):
-            found += product.of_slots(some, pairing.key_side(keys), pairing.error_side(keys, errors))
+        found = torch.zeros(queries.stop - queries.start, high - low, dtype=dtype)
+        keys = chunk.keys(dtype, low, high)
+        errors = chunk.errors(dtype, low, high)
+        for linear_map, product in self._maps(number, chunk.layer):
+            found += product.of_slots(queries, linear_map.key_side(keys), linear_map.error_side(keys, errors))
         return found.mul_(self.loss_mean.of_slots(chunk, low, high, dtype))
 
-    def _maps(self, number: int, layer: Layer) -> list[tuple[Pairing, OfSlots]]:
-        return list(zip(pairings(layer), self.products[number].get(layer.name, ()), strict=False))
+    def _maps(self, number: int, layer: Layer) -> list[tuple[LinearMap, OfSlots]]:
+        return list(zip(linear_maps(layer), self.products[number].get(layer.name, ()), strict=False))
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class RowScores:
     segments: Sequence[Segment]
     scores: Sequence[Tensor]
 
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, some: slice, dtype: torch.dtype) -> Tensor:
+    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
         """(queries, rows)"""
         first = self.segments[number].first_row
         places = [self.layers.index(layer.name) for layer in layers]
-        return self.scores[number][places, some, window.begin - first : window.end - first].sum(0).to(dtype)
+        return self.scores[number][places, queries, window.begin - first : window.end - first].sum(0).to(dtype)

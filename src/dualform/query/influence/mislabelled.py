@@ -10,15 +10,15 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.curvature.loss_mean import LossMean
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.softmax import TOLERANCE, is_softmax
 from dualform.layers.streams import Layer
 from dualform.query.answer import check_top
 from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups
-from dualform.query.written import written
+from dualform.query.influence.softmax import TOLERANCE, is_softmax
+from dualform.query.slots import written
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualform.curvature.loss_mean import LOSS_MEANS, LossMean
+from dualform.curvature.sums import DAMPING, Curvature
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
-from dualform.influence import kernel, sketch, whitened
-from dualform.influence.asked import Asked, asked
-from dualform.influence.curvature import DAMPING, Curvature
-from dualform.influence.factors import factors
-from dualform.influence.loss_mean import LOSS_MEANS, LossMean
-from dualform.influence.scored import LinearScores, OfSlots, RowScores, Scored
-from dualform.influence.segments import Segment, segments
-from dualform.influence.softmax import Misfit, logits
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
 from dualform.query.cache import cached
 from dualform.query.forward import Captured, margin, run
-from dualform.query.influence import Influence, RowInfluenceScorer
+from dualform.query.influence import kernel, sketch
+from dualform.query.influence.answers import Influence, RowInfluenceScorer
+from dualform.query.influence.factors import factors
+from dualform.query.influence.products import MapQuery, map_queries, whitened_products
+from dualform.query.influence.scores import LinearScores, OfSlots, RowScores, Scored
+from dualform.query.influence.segments import Segment, segments
+from dualform.query.influence.softmax import Misfit, logits
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
 ModelAt = Callable[[int], nn.Module]
-Question = dict[str, list[Asked]]
+Question = dict[str, list[MapQuery]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype
     for name, found in captured.items():
         if found.gradients is not None:
             _, layer = store.layer(name)
-            question[name] = asked(layer, found.queries.to("cpu", dtype), found.gradients.to("cpu", dtype))
+            question[name] = map_queries(layer, found.queries.to("cpu", dtype), found.gradients.to("cpu", dtype))
     return question
 
 
@@ -106,13 +106,10 @@ def _scored(
     settings: Settings,
     progress: Progress | None,
 ) -> Scored:
+    """Score rows by the method that was asked for."""
     loss_mean = loss_mean_of(store, settings.loss_mean)
     if settings.method == "whitened":
-        curvatures = factors(store, layers, found, loss_mean, progress)
-        damping = settings.damping or DAMPING
-        products = [_whitened(*both, damping) for both in zip(questions, curvatures, strict=True)]
-        norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
-        return LinearScores(store, found, loss_mean, products, norms)
+        return _whitened(store, layers, found, questions, loss_mean, settings, progress)
     recorded = [layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out]
     output = logits(recorded)
     row_scores = []
@@ -121,9 +118,11 @@ def _scored(
         misfit = Misfit(store, segment, output, loss_mean)
         common = (store, layers, segment, question, misfit, loss_mean)
         if settings.method == "kernel":
-            row_scores.append(kernel.kernel_scores(*common, settings.damping or kernel.DAMPING, settings.memory))
+            damping = settings.damping or kernel.DAMPING
+            row_scores.append(kernel.kernel_scores(*common, damping, settings.memory))
         else:
-            slot_scores.append(sketch.sketched(*common, settings.size, settings.damping or sketch.DAMPING))
+            damping = settings.damping or sketch.DAMPING
+            slot_scores.append(sketch.sketched(*common, settings.size, damping))
     if settings.method == "kernel":
         return RowScores([layer.name for layer in layers], found, row_scores)
     return LinearScores(store, found, loss_mean, slot_scores)
@@ -134,11 +133,24 @@ def loss_mean_of(store: Store, mean: str) -> LossMean:
     return cached(store, ("loss mean", mean), lambda: LossMean(store, mean))
 
 
-def _whitened(question: Question, known: dict[str, Curvature], damping: float) -> dict[str, list[OfSlots]]:
-    return {
-        name: [
-            whitened.whitened(one.pairing, one.queries, one.slopes, factors, damping)
-            for one, factors in zip(question[name], curvature.maps, strict=True)
-        ]
-        for name, curvature in known.items()
-    }
+def _whitened(
+    store: Store,
+    layers: Sequence[Layer],
+    found: Sequence[Segment],
+    questions: Sequence[Question],
+    loss_mean: LossMean,
+    settings: Settings,
+    progress: Progress | None,
+) -> LinearScores:
+    curvatures = factors(store, layers, found, loss_mean, progress)
+    damping = settings.damping or DAMPING
+    products = []
+    for question, by_layer in zip(questions, curvatures, strict=True):
+        products.append({name: _whitened_maps(question[name], by_layer[name], damping) for name in by_layer})
+    norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
+    return LinearScores(store, found, loss_mean, products, norms)
+
+
+def _whitened_maps(queries: Sequence[MapQuery], curvature: Curvature, damping: float) -> list[OfSlots]:
+    pairs = zip(queries, curvature.maps, strict=True)
+    return [whitened_products(query, factors, damping) for query, factors in pairs]

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from dualform.errors import NotRecordedError
-from dualform.influence.softmax import misfit
+from dualform.query.influence.softmax import misfit
 
 
 def signals(sharpness, dtype=torch.float32):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import dualform
+from dualform.curvature.loss_mean import LossMean
 from dualform.errors import RecordingError
-from dualform.influence import factors
-from dualform.influence.factors import built_factors
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.recorded import recorded_factors
-from dualform.influence.segments import segments
+from dualform.query.influence import factors
+from dualform.query.influence.factors import built_factors, recorded_factors
+from dualform.query.influence.segments import segments
 from dualform.record import curvature
 from training import network, sgd, train
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dualform.curvature.loss_mean import LossMean
 from dualform.errors import NotRecordedError
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.pieces import Window, one_slot_a_row, pieces_in, windows
-from dualform.influence.segments import Segment
 from dualform.layers.streams import Layer
+from dualform.query.influence.segments import Segment, Window, one_slot_a_row, pieces_in, windows
 from dualform.store.reader import Store
 
 TOLERANCE = 2e-3
@@ -65,7 +64,7 @@ class Misfit:
         for window in windows(store, segment.first_row, segment.end_row, ROWS):
             for here, piece, _, errors in pieces_in(store, layer, window, torch.float64):
                 place = slice(*(window.begin - self._first + n for n in (here.start, here.stop)))
-                whole = errors * loss_mean.of_rows(piece, torch.float64)[:, None]
+                whole = errors * piece.loss_divisors(loss_mean, torch.float64)[:, None]
                 self._found[place] = misfit(whole, layer.name)
 
     def weights(self, window: Window, dtype: torch.dtype) -> Tensor:

@@ -10,22 +10,20 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from threading import get_ident
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.curvature.loss_mean import RECORDED_MEAN, LossMean
+from dualform.curvature.maps import linear_maps
+from dualform.curvature.sums import DAMPING, Curvature, Factors, Sums, damped
 from dualform.errors import StoreDamagedError
-from dualform.influence.curvature import DAMPING, Curvature, Factors, Sums, damped
-from dualform.influence.loss_mean import LossMean
-from dualform.influence.pairings import pairings
-from dualform.influence.pieces import Piece, one_slot_a_row, pieces, windows
-from dualform.influence.recorded import RECORDED_MEAN, recorded_factors
-from dualform.influence.segments import Segment
-from dualform.influence.whitened import with_constant
 from dualform.layers.streams import Layer
-from dualform.progress import Progress
+from dualform.progress import Progress, report
+from dualform.query.influence.segments import RowPiece, Segment, one_slot_a_row, row_pieces, windows
 from dualform.store.format import NO_ROW, SLOTS, checksum
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -53,12 +51,8 @@ def factors(
     """For each segment and layer the factors of the layer's maps: those kept beside the store, or built and then kept."""
     found: list[ByLayer] = [{} for _ in segments]
     work = [(place, layer) for place in range(len(segments)) for layer in layers]
-    for done, (place, layer) in enumerate(work):
-        if progress is not None:
-            progress("curvature", done, len(work))
+    for place, layer in report("curvature", work, progress):
         found[place][layer.name] = _factors(store, layer, segments[place], loss_mean)
-    if progress is not None:
-        progress("curvature", len(work), len(work))
     return found
 
 
@@ -124,9 +118,10 @@ def _rows(calls: Sequence[tuple[SlotChunk, int]]) -> int:
 
 def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]], loss_mean: LossMean) -> list[Sums]:
     dtype = torch.float64 if store.manifest.dtype == "float64" else torch.float32
-    sums = [Sums(pairing) for pairing in pairings(layer)]
+    sums = [Sums(linear_map) for linear_map in linear_maps(layer)]
     for piece in _spread(calls):
-        keys, errors = piece.keys(dtype), piece.errors(dtype)
+        keys = piece.keys(dtype)
+        errors = piece.errors(dtype)
         divisor = loss_mean.of_slots(piece.chunk, piece.low, piece.high, dtype)
         for one in sums:
             one.add(keys, errors, divisor, piece.written)
@@ -135,20 +130,20 @@ def _summed(store: Store, layer: Layer, calls: Sequence[tuple[SlotChunk, int]], 
 
 def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Tensor:
     """√(keyᵀ (A + αI)⁻¹ key) of each row, the constant included."""
-    [pairing] = pairings(layer)
+    [linear_map] = linear_maps(layer)
     triangle = torch.linalg.cholesky(damped(factors.keys, DAMPING))[0].float()
     found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float32)
     for window in windows(store, segment.first_row, segment.end_row, ROWS):
         chunk = store.chunk_of(layer.name, window.place)
-        for piece in [] if chunk is None else pieces(chunk, window.begin, window.end, layer.d_in):
+        for piece in [] if chunk is None else row_pieces(chunk, window.begin, window.end, layer.d_in):
             first = piece.first_row - segment.first_row
-            keys = with_constant(pairing, pairing.key_side(piece.keys(torch.float32))[:, 0])[:, : len(triangle)]
+            keys = linear_map.with_constant(linear_map.key_side(piece.keys(torch.float32))[:, 0])[:, : len(triangle)]
             solved = torch.linalg.solve_triangular(triangle, keys.T, upper=False)
             found[first : first + piece.rows] = torch.linalg.vector_norm(solved, dim=0)
     return found
 
 
-def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
+def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[RowPiece]:
     """Some rows of some calls: at most about SLOTS_TAKEN slots."""
     if not calls:
         return
@@ -157,9 +152,46 @@ def _spread(calls: Sequence[tuple[SlotChunk, int]]) -> Iterator[Piece]:
     share = min(1.0, SLOTS_TAKEN / (count * slots))
     for place in np.linspace(0, len(calls) - 1, count).round().astype(int).tolist():
         chunk, block = calls[place]
-        first, rows = int(chunk.blocks[block, 3]), max(1, round(share * int(chunk.blocks[block, 4])))
-        positions, start = int(chunk.blocks[block, 5]), int(chunk.starts[block])
-        yield Piece(chunk, start, start + rows * positions, positions, first)
+        first = int(chunk.blocks[block, 3])
+        rows = max(1, round(share * int(chunk.blocks[block, 4])))
+        positions = int(chunk.blocks[block, 5])
+        start = int(chunk.starts[block])
+        yield RowPiece(chunk, start, start + rows * positions, positions, first)
+
+
+def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: float) -> list[Factors] | None:
+    """The mean over the stretches between snapshots that a segment meets, by how much of them it meets.
+
+    None: nothing was counted in most of it, or stretches are longer than the segment and would tell too little of it.
+    """
+    number, _ = store.layer(layer.name)
+    weights = []
+    files = []
+    met = 0
+    for begin, end in pairwise(store.snapshot_steps()):
+        common = min(end, segment.end) - max(begin, segment.begin)
+        if common <= 0:
+            continue
+        file = store.snapshot(end)
+        if end - begin > segment.end - segment.begin:
+            return None
+        if f"curvature.{number}.slots" not in file:
+            continue
+        weights.append(common / (end - begin) * float(file[f"curvature.{number}.slots"]))
+        files.append(file)
+        met += common
+    if 2 * met < segment.end - segment.begin or not sum(weights):
+        return None
+    shares = [weight / sum(weights) for weight in weights]
+
+    def mean(name: str) -> torch.Tensor:
+        parts = (share * file[name].double() for share, file in zip(shares, files, strict=True))
+        return torch.stack(list(parts)).sum(0)
+
+    return [
+        Factors(mean(f"curvature.{number}.{n}.keys"), mean(f"curvature.{number}.{n}.errors"), positions)
+        for n in range(len(linear_maps(layer)))
+    ]
 
 
 # What is kept
@@ -190,7 +222,7 @@ def _kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature 
         )
     maps = [
         Factors(file[f"{n}.keys"], file[f"{n}.errors"], float(file[f"{n}.positions"]))
-        for n in range(len(pairings(layer)))
+        for n in range(len(linear_maps(layer)))
     ]
     return Curvature(maps, file["norms"] if "norms" in file else None)
 
@@ -198,9 +230,9 @@ def _kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature 
 def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     """Of the tensors that are kept for a layer, without the norms."""
     found: dict[str, tuple[int, ...]] = {}
-    for number, pairing in enumerate(pairings(layer)):
-        width = pairing.width + bool(pairing.constant)
-        found[f"{number}.keys"] = (pairing.width,) if pairing.numbers else (pairing.groups, width, width)
-        found[f"{number}.errors"] = (pairing.groups, pairing.outputs, pairing.outputs)
+    for number, linear_map in enumerate(linear_maps(layer)):
+        width = linear_map.width + bool(linear_map.constant)
+        found[f"{number}.keys"] = (linear_map.width,) if linear_map.is_one_hot else (linear_map.groups, width, width)
+        found[f"{number}.errors"] = (linear_map.groups, linear_map.outputs, linear_map.outputs)
         found[f"{number}.positions"] = (1,)
     return found

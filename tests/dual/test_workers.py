@@ -3,7 +3,7 @@ import pytest
 import torch
 from sealed import OPTIMIZERS, STEPS, train
 
-from dualform.dual.parallel import rebuild_each
+from dualform.dual.masked import rebuild_each
 from dualform.dual.weights import rebuilt
 from dualform.errors import QuestionError
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.influence.pairings import Pairing
+from dualform.curvature.maps import LinearMap
 from dualform.layers.keys import Keys
 
 
@@ -53,12 +53,12 @@ class Curvature:
 class Sums:
     """The same, while slots are added."""
 
-    def __init__(self, pairing: Pairing):
-        self._pairing = pairing
-        width = pairing.width + bool(pairing.constant)
-        shape = (pairing.width,) if pairing.numbers else (pairing.groups, width, width)
+    def __init__(self, linear_map: LinearMap):
+        self._pairing = linear_map
+        width = linear_map.width + bool(linear_map.constant)
+        shape = (linear_map.width,) if linear_map.is_one_hot else (linear_map.groups, width, width)
         self.keys = torch.zeros(shape, dtype=torch.float64)
-        self.errors = torch.zeros(pairing.groups, pairing.outputs, pairing.outputs, dtype=torch.float64)
+        self.errors = torch.zeros(linear_map.groups, linear_map.outputs, linear_map.outputs, dtype=torch.float64)
         self.slots = 0
 
     def add(self, keys: Keys, errors: Tensor, divisor: Tensor, written: Tensor | None = None) -> None:
@@ -66,22 +66,24 @@ class Sums:
 
         written (slots,): which slots wrote something; the others do not count. None: all.
         """
-        pairing = self._pairing
-        taken, apart = pairing.key_side(keys), pairing.error_side(keys, errors) * divisor[:, None, None]
+        linear_map = self._pairing
+        own_keys = linear_map.key_side(keys)
+        own_errors = linear_map.error_side(keys, errors) * divisor[:, None, None]
         if written is not None:
-            taken, apart = taken[written], apart[written]
-        self.slots += len(apart)
-        self.errors += _squares(apart)
-        if pairing.numbers:
-            self.keys += torch.bincount(taken[taken >= 0], minlength=pairing.width)
+            own_keys = own_keys[written]
+            own_errors = own_errors[written]
+        self.slots += len(own_errors)
+        self.errors += _squares(own_errors)
+        if linear_map.is_one_hot:
+            self.keys += torch.bincount(own_keys[own_keys >= 0], minlength=linear_map.width)
             return
-        width = pairing.width
-        self.keys[:, :width, :width] += _squares(taken)
-        if pairing.constant:
-            sums = pairing.constant * taken.sum(0).double()
+        width = linear_map.width
+        self.keys[:, :width, :width] += _squares(own_keys)
+        if linear_map.constant:
+            sums = linear_map.constant * own_keys.sum(0).double()
             self.keys[:, :width, width] += sums
             self.keys[:, width, :width] += sums
-            self.keys[:, width, width] += pairing.constant**2 * len(apart)
+            self.keys[:, width, width] += linear_map.constant**2 * len(own_errors)
 
     def factors(self, positions: float) -> Factors:
         """The means. positions: slots for each row."""

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 import torch
 
-from dualform.query.search import rows as row_search
+from dualform.query.influence import index as row_search
 from full_scan import top_by_scan
 from training import FEATURES, train
 

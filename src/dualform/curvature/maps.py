@@ -1,0 +1,107 @@
+"""The linear maps inside a layer, each with its biases: which keys meet which error signals.
+
+A layer's gradient falls into maps: Σ over slots of error ⊗ (key, constant). Most layers are one map; a GRU is two, for its two
+weights see different error signals; a grouped convolution is one for each group. The biases of a map stand behind its key as one
+constant: √(number of biases), for two equal gradients count twice in every inner product. An elementwise weight is a map without a
+key: its slots' own parts stand in the place of error signals, and the constant is its key; so is its bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.streams import Layer, Use
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One linear map inside a layer."""
+
+    width: int
+    """How long its keys are (in each group), without the constant."""
+    outputs: int
+    """How long its error signals are (in each group)."""
+    constant: float
+    """What stands behind each key; 0: there is no bias."""
+    keys: tuple[int, ...] = ()
+    """begin, end, … of the layer's key, if it is a part of it."""
+    errors: tuple[int, ...] = ()
+    """begin, end, … of the layer's error signal, if it is a part of it."""
+    groups: int = 1
+    is_one_hot: bool = False
+    """Whether keys are one-hot: they are then given by the place of their one."""
+    of_parts: bool = False
+    """Whether the slots' own parts stand in the place of error signals."""
+
+    def key_side(self, keys: Keys) -> Tensor:
+        """(n, groups, width), without the constant; of one-hot keys their places, (n,)."""
+        if self.is_one_hot:
+            assert isinstance(keys, Numbers)
+            return keys.places
+        if not self.width:
+            vectors = keys.vectors()
+            return vectors.new_zeros(len(vectors), 1, 0)
+        vectors = part(keys.vectors(), self.keys)
+        return vectors.reshape(len(vectors), self.groups, self.width)
+
+    def error_side(self, keys: Keys, errors: Tensor) -> Tensor:
+        """(n, groups, outputs)."""
+        found = keys.vectors() if self.of_parts else part(errors, self.errors)
+        return found.reshape(len(found), self.groups, self.outputs)
+
+    def with_constant(self, vectors: Tensor) -> Tensor:
+        """(…, width) → (…, width + 1): with the constant behind each vector."""
+        constants = vectors.new_full((*vectors.shape[:-1], 1), self.constant)
+        return torch.cat([vectors, constants], -1)
+
+
+def linear_maps(layer: Layer) -> list[LinearMap]:
+    """Return the linear maps inside a layer."""
+    if layer.form == "parts":
+        return _elementwise_maps(layer)
+    found: dict[tuple[tuple[int, ...], int], list[Use]] = {}
+    for use in layer.bilinear():
+        found.setdefault((use.errors, use.groups), []).append(use)
+    return [_map_of(layer, uses) for uses in found.values()]
+
+
+def _elementwise_maps(layer: Layer) -> list[LinearMap]:
+    scales = [use for use in layer.uses if use.role == "scale"]
+    biases = [use for use in layer.uses if use.role == "bias"]
+    of_scales = [LinearMap(0, layer.d_in, 1.0, of_parts=True) for _ in scales]
+    of_biases = [LinearMap(0, _outputs(layer), 1.0) for _ in biases]
+    return of_scales + of_biases
+
+
+def _map_of(layer: Layer, uses: Sequence[Use]) -> LinearMap:
+    """Return the map of those weights of a layer that see the same error signals."""
+    errors = uses[0].errors
+    groups = uses[0].groups
+    columns: tuple[int, ...] = ()
+    if all(use.keys for use in uses):
+        columns = tuple(edge for use in uses for edge in use.keys)
+    biases = [use for use in layer.uses if use.role == "bias" and use.errors == errors]
+    return LinearMap(
+        width=(_length(columns) or layer.d_in) // groups,
+        outputs=(_length(errors) or _outputs(layer)) // groups,
+        constant=math.sqrt(len(biases)),
+        keys=columns,
+        errors=errors,
+        groups=groups,
+        is_one_hot=layer.form == "numbers",
+    )
+
+
+def _outputs(layer: Layer) -> int:
+    """How long error signals are; of a layer with outputs=, as they were kept."""
+    return len(layer.outputs) or layer.d_out
+
+
+def _length(columns: tuple[int, ...]) -> int:
+    return sum(columns[1::2]) - sum(columns[::2])
