@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.dual.gradients import of_slots
+from dualform.layers.found import Watch, map_tensors
 from dualform.layers.keys import Maps, Numbers, Vectors
 from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
@@ -252,9 +253,9 @@ class Ran:
     layers: dict
     found: list
     """(layer, what the rule found)"""
-    watches: list
-    errors: list
-    """For each watch: the gradients of its outputs."""
+    watch: Watch
+    errors: tuple
+    """The gradients of its outputs."""
 
 
 def run(call, reached=None, only=None):
@@ -263,8 +264,8 @@ def run(call, reached=None, only=None):
     assert refusal(module) is None
     layers = {layer.name: layer for layer in rule.layers(module, "name", lambda short: short)}
     begun = rule.begin(module) if rule.begin else None
-    output = module(*call.args, **call.kwargs)
-    watches = rule.watch(module, (call.args, call.kwargs), output, begun)
+    output = map_tensors(module(*call.args, **call.kwargs), Tensor.clone)
+    watch = rule.watch(module, (call.args, call.kwargs), output, begun)
     tensors = outputs([tensor for tensor in (output if isinstance(output, tuple) else [output]) if tensor is not None])
     loss = torch.zeros((), dtype=torch.float64)
     for place, (tensor, axis) in enumerate(zip(tensors, call.axes, strict=False)):
@@ -273,16 +274,13 @@ def run(call, reached=None, only=None):
             weights[(slice(None),) * axis + (torch.arange(call.rows) != only,)] = 0
         if reached is None or place in reached:
             loss = loss + (tensor * weights).sum()
-    errors = [torch.autograd.grad(loss, w.outputs, retain_graph=True, allow_unused=True) for w in watches]
+    errors = torch.autograd.grad(loss, watch.outputs, retain_graph=True, allow_unused=True)
     module.zero_grad()
     loss.backward()
-    found = [
-        (layers[joined("name", one.layer)], one)
-        for watch, mine in zip(watches, errors, strict=True)
-        if any(error is not None for error in mine)
-        for one in watch.slots(list(mine))
-    ]
-    return Ran(layers, found, watches, errors)
+    is_reached = any(error is not None for error in errors)
+    slots = watch.slots(list(errors)) if is_reached else []
+    found = [(layers[joined("name", one.layer)], one) for one in slots]
+    return Ran(layers, found, watch, errors)
 
 
 def slots(layer, found, call):
@@ -383,12 +381,10 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
     module = ledger.enter("name", call.module, list(ran.layers.values()), named)
     ledger.begin(read_batch(0, {"sample_id": torch.arange(call.rows)}, None))
     forward = ledger.begin_forward(call.module)
-    visits = [ledger.forward(module, watch.key, forward, watch) for watch in ran.watches]
+    visit = ledger.forward(module, ran.watch.key, forward, lambda saved, errors: ran.watch.slots(errors), is_data=True)
     task = 1
-    for visit, errors in zip(visits, ran.errors, strict=True):
-        for place, error in enumerate(errors):
-            if error is not None:
-                ledger.backward(visit, place, error)
+    if any(error is not None for error in ran.errors):
+        ledger.backward(visit, ran.errors, ())
     for parameter in ledger.parameters.values():
         ledger.counted(parameter)
     for settle in ended:
@@ -413,10 +409,9 @@ def test_finding_slots_changes_nothing(kind, data, seed):
     ran = run(call)
     before = [(p.detach().clone(), p.grad) for p in call.module.parameters()]
     buffers, state = [b.clone() for b in call.module.buffers()], torch.get_rng_state()
-    for watch, errors in zip(ran.watches, ran.errors, strict=True):
-        for given_errors in (list(errors), None):
-            for one in watch.slots(given_errors):
-                assert one.errors is None or not one.errors.requires_grad
+    for errors in (list(ran.errors), None):
+        for one in ran.watch.slots(errors):
+            assert one.errors is None or not one.errors.requires_grad
     assert torch.equal(torch.get_rng_state(), state)
     for p, (value, gradient) in zip(call.module.parameters(), before, strict=True):
         assert torch.equal(p, value)
@@ -434,7 +429,7 @@ def test_without_error_signals_the_keys_are_the_same(kind, data, seed):
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
     ran = run(call)
-    found = [(joined("name", one.layer), one) for watch in ran.watches for one in watch.slots(None)]
+    found = [(joined("name", one.layer), one) for one in ran.watch.slots(None)]
     assert [name for name, _ in found] == [layer.name for layer, _ in ran.found]
     for (name, one), (layer, other) in zip(found, ran.found, strict=True):
         assert one.errors is None

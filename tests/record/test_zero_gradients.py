@@ -350,7 +350,7 @@ def test_bounds_are_above_the_absolute_terms(make, offset):
         mean = torch.zeros(1)
         deviation = torch.full((1,), 1 + 1e-5).sqrt()
     terms = error.abs() * ((groups.abs() + mean.abs()) / deviation).reshape(6, 4)
-    [watch] = rules.rule_for(module).watch(module, ((given,), {}), module(given), None)
+    watch = rules.rule_for(module).watch(module, ((given,), {}), module(given), None)
     [found] = watch.slots([error])
     root_of_count = math.sqrt(6)
     assert terms.sum(0).norm() <= root_of_count * found.key_terms <= 20 * terms.sum(0).norm()

@@ -49,8 +49,8 @@ def begin(module: nn.Module) -> Tensor | None:
     return torch.get_rng_state() if module.training and module.dropout > 0 else None
 
 
-def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
-    """One watch: what comes out."""
+def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> Watch:
+    """Where the slots of a call come from: its own function, once more."""
     assert isinstance(module, nn.MultiheadAttention)
     given = _SIGNATURE.bind(module, *arguments[0], **arguments[1])
     given.apply_defaults()
@@ -66,7 +66,7 @@ def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> l
         with autocast.again():
             return _slots(module, inputs, options, begun, training, errors, there)
 
-    return [Watch(outputs, slots, inputs[0])]
+    return Watch(outputs, slots, inputs[0])
 
 
 def _slots(

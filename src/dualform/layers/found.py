@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Naming = Callable[[str], str]
@@ -49,3 +50,14 @@ class Watch:
     """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
     keys: Callable[[], list[Found]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""
+
+
+def map_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returned, with each tensor replaced by another one."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, PackedSequence):
+        return output._replace(data=change(output.data))
+    if isinstance(output, tuple):
+        return tuple(map_tensors(part, change) for part in output)
+    return output

@@ -118,9 +118,9 @@ def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls, watching: _Wat
         begun[:] = [rule.begin(module) if rule.begin else None]
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-            for found in watch.slots(None):
-                calls.add(joined(name, found.layer), found, watching.ordered_by)
+        watch = rule.watch(module, (args, kwargs), output, begun.pop() if begun else None)
+        for found in watch.slots(None):
+            calls.add(joined(name, found.layer), found, watching.ordered_by)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, with_kwargs=True)

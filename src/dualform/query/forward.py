@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, QuestionError
-from dualform.layers.found import Arguments, Found, Watch
+from dualform.layers.found import Arguments, Found, Watch, map_tensors
 from dualform.layers.row_arguments import tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import Layout, reading_by_length, shape_text
@@ -111,10 +111,12 @@ class _Listener:
             begun[:] = [rule.begin(module) if rule.begin else None]
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                number = sum(call.module == name for call in self.calls)
-                self.calls.append(_Call(name, number, watch))
-            return output.clone() if self._copy_outputs and isinstance(output, Tensor) else None
+            if self._copy_outputs:  # their gradients are those of what is done with them outside the module
+                output = map_tensors(output, Tensor.clone)
+            watch = rule.watch(module, (args, kwargs), output, begun.pop() if begun else None)
+            number = sum(call.module == name for call in self.calls)
+            self.calls.append(_Call(name, number, watch))
+            return map_tensors(output, Tensor.clone) if self._copy_outputs else None
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))

@@ -98,6 +98,8 @@ def record(
             f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
         )
     refuse_wrapped(model)
+    outer = model
+    model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
     if keep != "keys":
@@ -158,7 +160,7 @@ def record(
     try:
         counted = OnlineCurvature() if curvature else None
         settings = Settings(on_write_error, chunk_bytes)
-        recording = Recording(model, several, writer, ledger, steps, sums, counted, waiting, settings)
+        recording = Recording(model, outer, several, writer, ledger, steps, sums, counted, waiting, settings)
         return Recorder(recording)
     except BaseException:
         # Nobody else can unlock the folder and remove the hooks
@@ -193,11 +195,6 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise RecordingError(
             f"{type(wrapped[0]).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
             f"with a single process and device, record(model.module, …)."
-        )
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise RecordingError(
-            "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
-            "without compiling it."
         )
 
 

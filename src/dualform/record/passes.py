@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from dualform.errors import BatchError, DualformError
-from dualform.layers.found import Errors, Found, Watch
+from dualform.errors import BatchError, DualformError, UnexplainedError
+from dualform.layers.found import Errors, Found
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
 from dualform.layers.streams import Layer, Use, joined
@@ -35,6 +35,10 @@ CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
 ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
+IGNORED_HOOKS = (
+    "A model that had run compiled (torch.compile) before record() ignores new hooks. Call record() before the first call of the "
+    "compiled model, or torch.compiler.reset() right before record()."
+)
 HALVES = (torch.float16, torch.bfloat16)
 NOTHING = Encoded(torch.empty(0, 0), None)
 """Vectors that are yet to be copied."""
@@ -58,24 +62,20 @@ class StoreAs:
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One call of a module in a forward pass."""
+    """One call of a module in a forward pass. It holds no tensors: autograd does, and frees them in time."""
 
     serial: int
     module: ModuleLedger
     batch: Batch | None
-    key: Tensor
-    """What came in."""
     forward: ForwardPass | None
     """The forward pass it was part of; None: it was run again in a backward pass, and no forward pass is known."""
     call: int | None
     """Its number among the calls of its module in that forward pass; None: not known."""
+    slots: Callable[[Sequence[Tensor], Errors], list[Found]]
+    """(what was saved for it, the gradients of what came out) → its slots."""
+    is_data: bool
+    """Whether what came in is data and not the output of other layers: then it may come again."""
     own_problem: DualformError | None
-    outputs: int = 1
-    """How many tensors came out. Not the tensors: their hooks hold the visit, and so nothing would be freed in time."""
-    slots: Callable[[Errors], list[Found]] | None = None
-    """What the gradients of these say; None: what came in is the keys, and what arrives the error signals."""
-    arrival: int = 0
-    """How many other visits' error signals had arrived before its own in the backward pass."""
 
     @property
     def problem(self) -> DualformError | None:
@@ -96,15 +96,27 @@ class Call(Block):
 
 
 @dataclass(slots=True)
+class Arrival:
+    """What a backward pass has brought to one visit."""
+
+    visit: Visit
+    number: int
+    """How many others had arrived before it in the backward pass."""
+    errors: Sequence[Tensor | None]
+    """The gradients of what came out."""
+    saved: Sequence[Tensor]
+
+
+@dataclass(slots=True)
 class Pass:
     """A backward pass that is under way."""
 
-    arrived: dict[Visit, list[Tensor | None]] = field(default_factory=dict)
-    """The gradients of what came out of each visit."""
+    arrived: list[Arrival] = field(default_factory=list)
+    """What has not been looked at yet."""
     counted: list[ParameterLedger] = field(default_factory=list)
     """The parameters that it has reached."""
-    visits: int = 0
-    """How many visits' error signals have arrived."""
+    arrivals: int = 0
+    """How many there were."""
 
 
 @dataclass(slots=True)
@@ -112,7 +124,7 @@ class Arrived:
     """Keys and error signals of a visit, for one layer: a row for each slot, or for each of its feature maps."""
 
     layer: LayerLedger
-    visit: Visit
+    arrival: Arrival
     rows: int
     positions: int
     shape: tuple[int, ...]
@@ -157,12 +169,12 @@ class LayerLedger:
             bias = self.uses[1][1] if len(self.uses) > 1 else None
             self.taking = Taking(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
 
-    def read(self, task: int, visit: Visit, found: Found, layout: Layout) -> Arrived:
+    def read(self, task: int, arrival: Arrival, found: Found, layout: Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
         layer, keys, positions = self.layer, found.keys, layout.positions
         shared = layout.is_shared
         if found.errors is None:
-            return Arrived(self, visit, layout.rows, positions, (), layout.slots(keys), None, is_shared=shared)
+            return Arrived(self, arrival, layout.rows, positions, (), layout.slots(keys), None, is_shared=shared)
         errors = found.errors
         if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
             kind = self.uses[0][1].parameter.dtype
@@ -179,15 +191,17 @@ class LayerLedger:
             stored = layout.slots(keys.flatten(1))
             errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
             count = positions * math.prod(layer.geometry.positions(size))
-            return Arrived(self, visit, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
+            return Arrived(self, arrival, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
         keys, errors = layout.slots(keys), layout.slots(errors)
-        slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(visit))
+        slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(arrival.visit))
         terms = found.key_terms, found.error_terms
-        return Arrived(self, visit, layout.rows, positions, (), keys, errors, slots, shared, *terms)
+        return Arrived(self, arrival, layout.rows, positions, (), keys, errors, slots, shared, *terms)
 
     def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
-        call = self._call(task, arrived.visit, arrived.rows, arrived.positions, arrived.shape, shared=arrived.is_shared)
+        call = self._call(
+            task, arrived.arrival, arrived.rows, arrived.positions, arrived.shape, shared=arrived.is_shared
+        )
         errors, arrived.stored = arrived.errors, arrived.stored.detach()
         if errors is None:
             for _, parameter in self.uses:
@@ -221,7 +235,7 @@ class LayerLedger:
     def add_taken(
         self,
         task: int,
-        visit: Visit,
+        arrival: Arrival,
         rows: int,
         positions: int,
         slots: Slots,
@@ -230,7 +244,7 @@ class LayerLedger:
         error_terms: float = 0.0,
     ) -> None:
         """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
-        call = self._call(task, visit, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
+        call = self._call(task, arrival, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
         call.silent = slots.silent
         for parameter, added, scale in slots.added(error_terms):
             if parameter.parameter.requires_grad:
@@ -238,12 +252,12 @@ class LayerLedger:
 
     def may_repeat(self, visit: Visit) -> bool:
         """Whether keys of a visit may come again."""
-        return self._keys_may_repeat and not visit.key.requires_grad
+        return self._keys_may_repeat and visit.is_data
 
     def _call(
         self,
         task: int,
-        visit: Visit,
+        arrival: Arrival,
         rows: int,
         positions: int,
         shape: tuple[int, ...],
@@ -253,9 +267,10 @@ class LayerLedger:
         shared: bool,
     ) -> Call:
         """Enter a call."""
+        visit = arrival.visit
         assert visit.batch is not None
         place = self.number, 0, 0, 0, rows, positions
-        what = keys or NOTHING, errors, self.may_repeat(visit), shape, visit.arrival
+        what = keys or NOTHING, errors, self.may_repeat(visit), shape, arrival.number
         call = Call(*place, *what, serial=visit.serial, batch=visit.batch, is_shared=shared)
         self.calls.setdefault(task, []).append(call)
         return call
@@ -279,7 +294,7 @@ class ModuleLedger:
         self.by_name = {layer.layer.name: layer for layer in layers}
         self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
         self.called = False
-        self.watched = False
+        self.has_hooked_parameters = False
         """Whether all its parameters have hooks."""
 
     def pending(self) -> bool:
@@ -325,6 +340,8 @@ class Ledger:
         """Modules whose update has happened since the last batch() call: new slots there have no rows."""
         self.calls_since_backward = 0
         """How many batch() calls there were since the last backward pass."""
+        self.updates = 0
+        """How many updates there were."""
         self.pending = False
         """Whether gradients have arrived since the last update."""
         self.store_as, self.rows = store_as, rows
@@ -359,6 +376,8 @@ class Ledger:
     def begin(self, batch: Batch) -> None:
         """A new batch() call."""
         if self.batch is not None and not self.batch.is_used:
+            if self.pending and not any(module.called for module in self.modules):
+                raise BatchError(f"gradients have arrived, but no recorded module was called. {IGNORED_HOOKS}")
             raise BatchError(
                 "recorder.batch() was called again before a forward pass used the rows of the call before. Call it right before the "
                 "forward pass of these rows: not in a data collator or loader, which may run ahead of the training, and not for "
@@ -377,13 +396,26 @@ class Ledger:
         self._last_forward = self.rows.begin(module, self.batch)
         return self._last_forward
 
+    def compiled_forward(self, model: nn.Module) -> ForwardPass:
+        """The forward pass of a model that is compiled as a whole: nothing tells when it begins, so there is one for each batch() call."""
+        last = self._last_forward
+        if last is None or not last.is_compiled or last.batch is not self.batch:
+            last = self.begin_forward(model)
+            last.is_compiled = True
+        return last
+
     def forward(
-        self, module: ModuleLedger, key: Tensor, forward: ForwardPass | None, watch: Watch | None = None
+        self,
+        module: ModuleLedger,
+        key: Tensor,
+        forward: ForwardPass | None,
+        slots: Callable[[Sequence[Tensor], Errors], list[Found]],
+        *,
+        is_data: bool,
     ) -> Visit:
         """A module has been called with gradients on.
 
-        forward: the pass it is part of; None: it is run again in a backward pass. watch: where its slots come from, if that is more than
-        what came in and out.
+        forward: the pass it is part of; None: it is run again in a backward pass. slots, is_data: as Visit has them.
         """
         module.called = True
         problem: DualformError | None = None
@@ -409,13 +441,9 @@ class Ledger:
             )
         self._serial += 1
         call = None if forward is None else forward.called(module.name, key)
-        within = forward or self._last_forward
-        if watch is None:
-            return Visit(self._serial, module, batch, key, within, call, problem)
-        slots, keys = watch.slots, watch.keys
-        if keys is not None and not self.store_as.errors:
-            slots = lambda errors: keys()  # noqa: E731
-        return Visit(self._serial, module, batch, key, within, call, problem, len(watch.outputs), slots)
+        if forward is not None and forward.is_compiled:
+            self.rows.assume(forward, module.name)
+        return Visit(self._serial, module, batch, forward or self._last_forward, call, slots, is_data, problem)
 
     def _drop_uncounted(self, module: ModuleLedger) -> None:
         """Passes that never reached a parameter: autograd.grad."""
@@ -427,10 +455,17 @@ class Ledger:
         for layer in module.layers:
             layer.forget({task for task in (*layer.calls, *layer.problems) if task not in counted})
 
-    def backward(self, visit: Visit, place: int, error: Tensor) -> None:
-        """An error signal arrives at one of a visit's outputs."""
+    def backward(
+        self, visit: Visit, errors: Sequence[Tensor | None], saved: Sequence[Tensor] | None, *, is_lent: bool = False
+    ) -> None:
+        """A backward pass has reached a visit.
+
+        saved: None if it was changed in place. is_lent: whether the memory of all these tensors will be used for something else when
+        this function has returned.
+        """
         task = self._graph_task()
-        module, under_way = visit.module, self._passes.get(task)
+        module = visit.module
+        under_way = self._passes.get(task)
         if under_way is None:  # the first of its backward pass
             self.calls_since_backward = 0
             self.last_task = max(self.last_task, task)
@@ -440,20 +475,25 @@ class Ledger:
             if p.parameter.grad is not None and p.parameter.requires_grad:
                 p.begin(task)
         problem = visit.problem
+        if problem is None and saved is None:
+            problem = UnexplainedError(
+                f"layer {module.name!r}: its input was changed in place after it had run, so its keys are lost. Change a copy "
+                f"instead (x = x + y, not x += y)."
+            )
         if problem is not None:
             for layer in module.layers:
                 layer.problems[task] = problem
             return
-        errors = under_way.arrived.get(visit)
-        if errors is None:
-            errors = under_way.arrived[visit] = [None] * visit.outputs
-            visit.arrival = under_way.visits
-            under_way.visits += 1
-        before = errors[place]
-        errors[place] = error if before is None else before + error
-        self._arrived_bytes += error.nbytes
+        assert saved is not None
+        arrival = Arrival(visit, under_way.arrivals, errors, saved)
+        under_way.arrivals += 1
+        if is_lent:
+            self._settle(task, [arrival])
+            return
+        under_way.arrived.append(arrival)
+        self._arrived_bytes += sum(error.nbytes for error in errors if error is not None)
         if self._arrived_bytes > ARRIVED:
-            self._look_now(task, under_way, [one for one in under_way.arrived if one.outputs == 1])
+            self._look_now(task, under_way)
 
     def counted(self, parameter: ParameterLedger, _: object = None) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
@@ -472,21 +512,24 @@ class Ledger:
         if ended is None:
             return
         self._count(task, ended)
-        self._settle(task, {one: errors for one, errors in ended.arrived.items() if one.module.counted_in(task)})
+        self._arrived_bytes = 0
+        self._settle(task, [one for one in ended.arrived if one.visit.module.counted_in(task)])
 
     def settle_early(self) -> None:
         """An optimizer steps within a backward pass (in a hook of a parameter): look at what it may need."""
         for task, under_way in self._passes.items():
             self._count(task, under_way)
-            ready = [one for one in under_way.arrived if one.outputs == 1 or one.module.counted_in(task)]
-            self._look_now(task, under_way, ready)
+            self._look_now(task, under_way)
 
-    def _look_now(self, task: int, under_way: Pass, visits: list[Visit]) -> None:
-        self._settle(task, {one: under_way.arrived.pop(one) for one in visits})
+    def _look_now(self, task: int, under_way: Pass) -> None:
+        arrived = under_way.arrived
+        under_way.arrived = []
+        self._arrived_bytes = 0
+        self._settle(task, arrived)
 
     def _count(self, task: int, some: Pass) -> None:
         """The slots of a pass count for the parameters that it has reached."""
-        visited = {parameter for visit in some.arrived for parameter in visit.module.parameters}
+        visited = {parameter for one in some.arrived for parameter in one.visit.module.parameters}
         for parameter in some.counted:
             if parameter not in visited:  # it came some other way than through its module
                 parameter.begin(task)
@@ -494,9 +537,9 @@ class Ledger:
         some.counted.clear()
 
     @torch.no_grad()
-    def _settle(self, task: int, arrived: dict[Visit, list[Tensor | None]]) -> None:
+    def _settle(self, task: int, arrived: Sequence[Arrival]) -> None:
         """Find the slots of some visits, and copy them."""
-        read = [one for visit, errors in arrived.items() for one in self._read(visit, errors, task)]
+        read = [one for arrival in arrived for one in self._read(arrival, task)]
         slots = [one.slots for one in read if one.slots is not None]
         self._taker.take(slots)
         wanted = []
@@ -504,7 +547,7 @@ class Ledger:
             if one.slots is not None and one.slots.taken:
                 size = one.rows, one.positions
                 one.layer.add_taken(
-                    task, one.visit, *size, one.slots, shared=one.is_shared, error_terms=one.error_terms
+                    task, one.arrival, *size, one.slots, shared=one.is_shared, error_terms=one.error_terms
                 )
             else:
                 wanted += one.layer.add(task, one)
@@ -512,19 +555,19 @@ class Ledger:
             copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
             for (call, name, _), vectors in zip(wanted, copied, strict=True):
                 setattr(call, name, vectors)
-        self._arrived_bytes = 0
 
-    def _read(self, visit: Visit, errors: list[Tensor | None], task: int) -> Iterator[Arrived]:
-        """All gradients of a visit are there: read them as keys and error signals of its layers."""
+    def _read(self, arrival: Arrival, task: int) -> Iterator[Arrived]:
+        """Read what has arrived as keys and error signals of the module's layers."""
+        visit = arrival.visit
         module = visit.module
-        for one in [Found("", visit.key, errors[0])] if visit.slots is None else visit.slots(errors):
+        for one in visit.slots(arrival.saved, arrival.errors):
             layer = module.by_name[joined(module.name, one.layer)]
             try:
                 layout = self._layout(layer.layer.name, visit, one)
             except DualformError as problem:
                 layer.problems[task] = problem
                 continue
-            yield layer.read(task, visit, one, layout)
+            yield layer.read(task, arrival, one, layout)
 
     def _layout(self, layer: str, visit: Visit, found: Found) -> Layout:
         assert visit.batch is not None

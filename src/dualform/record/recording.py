@@ -98,6 +98,7 @@ class Recording:
     def __init__(
         self,
         model: nn.Module,
+        outer: nn.Module,
         optimizers: list[Optimizer],
         writer: Writer,
         ledger: Ledger,
@@ -107,7 +108,7 @@ class Recording:
         waiting: list[Chosen],
         settings: Settings,
     ):
-        """waiting: modules that are recorded once their parameters are in an optimizer."""
+        """outer: what the training loop calls: the model, or what torch.compile(model) gave. waiting: modules that are recorded once their parameters are in an optimizer."""
         self.path = writer.folder
         self._process = os.getpid()
         self._model, self._optimizers, self._settings = model, optimizers, settings
@@ -137,7 +138,7 @@ class Recording:
         self._optimized = self._count_optimized()
         steps.watch.remember()
         self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, steps).values())
-        self._capture = Capture(model, self._ledger, before_forward=self._adopt if self._waiting else None)
+        self._capture = Capture(model, outer, self._ledger, before_forward=self._adopt if self._waiting else None)
         self._handles: list[RemovableHandle] = []
         try:
             self._attach()

@@ -20,7 +20,7 @@ from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients
 from dualform.record.parameters import Link, ParameterLedger
-from dualform.record.passes import LayerLedger, Ledger, ModuleLedger
+from dualform.record.passes import IGNORED_HOOKS, LayerLedger, Ledger, ModuleLedger
 from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 from dualform.store import records
@@ -157,6 +157,7 @@ class StepBuilder:
         for parameter in update.parameters:
             parameter.forget_until(update.last_task)
         self._ledger.spent.update(update.modules)
+        self._ledger.updates += 1
 
     def _waiting_tasks(self, layer: LayerLedger, update: Update) -> set[int]:
         """The backward passes that an update has not stored, and that other parameters of the layer may need.
@@ -278,6 +279,11 @@ class StepBuilder:
             for task, problem in layer.problems.items():
                 if task in tasks:
                     raise problem
+        if not any(module.called for module in self._ledger.modules if ledger in module.parameters):
+            self._complain(
+                step, ledger, f"{ledger.name!r} has a gradient, but its module was never called. {IGNORED_HOOKS}"
+            )
+            return
         self._complain(
             step,
             ledger,
