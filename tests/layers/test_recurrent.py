@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from dualform.layers.found import map_tensors
 from dualform.layers.recurrent import names, outputs, refusal, shown_keys, unroll
+from dualform.layers.slot_source import map_tensors
 
 D_INPUT, D_HIDDEN = 3, 2
 SEQUENCES = {

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrize
 
 from dualform.layers import attention, recurrent
 from dualform.layers.autocast import Autocast
-from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.keys import Maps
+from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Geometry, Layer, Use, joined
 
 
@@ -33,9 +33,9 @@ class Rule:
     """(module, its name, names of its parameters) → its linear maps."""
     saved: Callable[[nn.Module, Arguments], tuple[Tensor, ...]] | None = None
     """(module, the forward's arguments) → the tensors that its slots are computed from, the key first."""
-    slots: Callable[[nn.Module, Sequence[Tensor], Errors], list[Found]] | None = None
+    slots: Callable[[nn.Module, Sequence[Tensor], Errors], list[LayerSlots]] | None = None
     """(module, what was saved, the gradient of its output) → its slots."""
-    replay: Callable[[nn.Module, Arguments, Any, Any], Watch] | None = None
+    replay: Callable[[nn.Module, Arguments, Any, Any], SlotSource] | None = None
     """Instead of `saved` and `slots`, for modules that are computed once more in the backward pass: (module, the forward's arguments,
     what it returned, what `begin` gave) → where its slots come from."""
     begin: Callable[[nn.Module], Any] | None = None
@@ -43,7 +43,7 @@ class Rule:
     refusal: Callable[[nn.Module], str | None] = lambda module: None
     """Why a module of this type cannot be recorded, or None."""
 
-    def watch(self, module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> Watch:
+    def slot_source(self, module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
         """Where the slots of a call come from, once the module has run.
 
         output: what it returned, or aliases of that, so that gradients are those of what is done with it outside the module.
@@ -53,7 +53,7 @@ class Rule:
         assert self.saved is not None
         assert self.slots is not None
         saved = self.saved(module, arguments)
-        return Watch([output], partial(self.slots, module, saved), saved[0])
+        return SlotSource([output], partial(self.slots, module, saved), saved[0])
 
 
 def _first(arguments: Arguments, name: str = "input") -> Tensor:
@@ -70,9 +70,9 @@ def _save_x(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
     return (_first(arguments, "x"),)
 
 
-def _input_and_error(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[Found]:
+def _input_and_error(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     """The key is what came in, and the error signal is that of what came out."""
-    return [Found("", saved[0], None if errors is None else errors[0])]
+    return [LayerSlots("", saved[0], None if errors is None else errors[0])]
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
@@ -99,7 +99,7 @@ def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
 
 
-def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[Found]:
+def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.Embedding)
     numbers = saved[0]
     error = None if errors is None else errors[0]
@@ -108,7 +108,7 @@ def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors)
     if error is not None and module.scale_grad_by_freq:
         _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
         error = error / counts[inverse].unsqueeze(-1)
-    return [Found("", numbers.unsqueeze(-1), error)]
+    return [LayerSlots("", numbers.unsqueeze(-1), error)]
 
 
 def _embedding_refusal(module: nn.Module) -> str | None:
@@ -140,7 +140,7 @@ def _convolution(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "convolution", geometry.patch, module.out_channels, uses, form="maps", geometry=geometry)]
 
 
-def _convolution_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[Found]:
+def _convolution_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.modules.conv._ConvNd)
     maps = saved[0]
     error = None if errors is None else errors[0]
@@ -149,7 +149,7 @@ def _convolution_slots(module: nn.Module, saved: Sequence[Tensor], errors: Error
         maps = maps.unsqueeze(0)
         error = None if error is None else error.unsqueeze(0)
     by_position = None if error is None else error.flatten(2).transpose(1, 2)
-    return [Found("", maps, by_position, lead=1)]
+    return [LayerSlots("", maps, by_position, lead=1)]
 
 
 # Elementwise weights of normalisations
@@ -168,12 +168,12 @@ def _save_for_affine(module: nn.Module, arguments: Arguments) -> tuple[Tensor, .
     return (given, *_running(module))
 
 
-def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[Found]:
+def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     given, *statistics = saved
     axes = module.get_parameter("weight").dim()
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     if errors is None:  # there are no keys; this shows where the rows are
-        return [Found("", given, None, lead=1 if by_channel else given.dim() - axes)]
+        return [LayerSlots("", given, None, lead=1 if by_channel else given.dim() - axes)]
     error = errors[0]
     if error is None:
         return []
@@ -188,7 +188,7 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     else:
         parts = parts.flatten(-axes)
         error = error.flatten(-axes)
-    return [Found("", parts, error, key_terms=key_terms, error_terms=error_terms)]
+    return [LayerSlots("", parts, error, key_terms=key_terms, error_terms=error_terms)]
 
 
 def _sum_over_positions(tensor: Tensor) -> Tensor:
@@ -288,33 +288,33 @@ def _begin_recurrent(module: nn.Module) -> Tensor | None:
     return torch.get_rng_state() if module.training and float(getattr(module, "dropout", 0.0)) else None
 
 
-def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> Watch:
+def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
     outputs = recurrent.outputs(output)
     several = len(recurrent.names(module)) > 1
     shown, version = outputs[0].detach(), outputs[0]._version
     autocast = Autocast.now(outputs[0].device.type)
 
-    def slots(errors: Errors) -> list[Found]:
+    def slots(errors: Errors) -> list[LayerSlots]:
         intact = errors is None and shown._version == version  # not so after a dropout in place
         keys = recurrent.shown_keys(module, arguments, shown) if intact else None
         if keys is not None:
-            return [Found("", keys, None, axis=1)]
+            return [LayerSlots("", keys, None, axis=1)]
         unrolled = recurrent.unroll(module, arguments, errors, begun, autocast)
         return [
-            Found(
+            LayerSlots(
                 u.name if several else "",
                 u.keys,
                 u.errors,
                 axis=1,
                 partial_sums=len(u.keys),  # one for each time
-                is_rounded_otherwise=isinstance(module, nn.LSTM),  # one operation, which rounds inside
+                errors_recomputed=isinstance(module, nn.LSTM),  # one operation, which rounds inside
             )
             for u in unrolled
         ]
 
     given = _first(arguments)
     came = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
-    return Watch(outputs, slots, came, keys=lambda: slots(None))
+    return SlotSource(outputs, slots, came, keys=lambda: slots(None))
 
 
 _CONVOLUTION = Rule(_convolution, _save_input, _convolution_slots)

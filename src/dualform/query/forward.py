@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, QuestionError
-from dualform.layers.found import Arguments, Found, Watch, map_tensors
 from dualform.layers.row_arguments import tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import Layout, reading_by_length, shape_text
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
+from dualform.layers.slot_source import Arguments, LayerSlots, SlotSource, map_tensors
 from dualform.layers.streams import Layer, joined
 
 
@@ -72,11 +72,11 @@ class _Call:
 
     module: str
     number: int
-    watch: Watch
+    source: SlotSource
 
     def is_among(self, nodes: set[Any]) -> bool:
         """Whether what it gave is among some nodes of the autograd graph."""
-        return any(output.grad_fn in nodes for output in self.watch.outputs)
+        return any(output.grad_fn in nodes for output in self.source.outputs)
 
 
 class _Listener:
@@ -113,9 +113,9 @@ class _Listener:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if self._copy_outputs:  # their gradients are those of what is done with them outside the module
                 output = map_tensors(output, Tensor.clone)
-            watch = rule.watch(module, (args, kwargs), output, begun.pop() if begun else None)
+            source = rule.slot_source(module, (args, kwargs), output, begun.pop() if begun else None)
             number = sum(call.module == name for call in self.calls)
-            self.calls.append(_Call(name, number, watch))
+            self.calls.append(_Call(name, number, source))
             return map_tensors(output, Tensor.clone) if self._copy_outputs else None
 
         self._handles.append(module.register_forward_pre_hook(before))
@@ -150,11 +150,11 @@ def _run(
         axes = BatchAxes(batch_axis, listener.owners, batch_axis.get(""))
         proof = _prove(model, inputs, calls, rows, axes, listener)
     chosen = _target(output, target, rows) if gradients else torch.zeros(rows)
-    slopes = _slopes(chosen, [call.watch for call in calls]) if gradients else [None] * len(calls)
+    slopes = _slopes(chosen, [call.source for call in calls]) if gradients else [None] * len(calls)
     queries: dict[str, list[Tensor]] = {}
     along: dict[str, list[Tensor]] = {}
     for call, slope in zip(calls, slopes, strict=True):
-        for found in call.watch.slots(slope):
+        for found in call.source.slots(slope):
             layer = by_name.get(joined(call.module, found.layer))
             if layer is None or (found.errors is None and gradients):
                 continue
@@ -166,7 +166,7 @@ def _run(
                 continue
             if where.is_shared:
                 # One backward pass gives the sum over all examples: each needs its own
-                errors = [_errors_of(call.watch, found.layer, example) for example in chosen]
+                errors = [_errors_of(call.source, found.layer, example) for example in chosen]
                 each = [_by_example(one, leading, where, 1) for one in errors]
                 along.setdefault(layer.name, []).append(torch.cat(each))
             else:
@@ -198,7 +198,7 @@ def _prove(
         return Proof()
     shapes: dict[str, set[Hashable]] = {}
     for call in calls:
-        shapes.setdefault(call.module, set()).add(shape_class(call.watch.key, rows))
+        shapes.setdefault(call.module, set()).add(shape_class(call.source.key, rows))
     arguments = _arguments(inputs)
     proofs = _PROOFS.setdefault(model, Proofs())
     proof, _ = proofs.get(
@@ -207,7 +207,9 @@ def _prove(
     return proof
 
 
-def _layout(layer: str, call: _Call, found: Found, leading: int, rows: int, axes: BatchAxes, proof: Proof) -> Layout:
+def _layout(
+    layer: str, call: _Call, found: LayerSlots, leading: int, rows: int, axes: BatchAxes, proof: Proof
+) -> Layout:
     lead = tuple(found.keys.shape[:leading])
     where = axes.reading(layer, lead, rows, found.axis)
     if where is None:
@@ -233,10 +235,10 @@ def _by_example(tensor: Tensor, leading: int, where: Layout, rows: int) -> Tenso
     return slots.reshape(rows, positions, features)
 
 
-def _errors_of(watch: Watch, layer: str, example: Tensor) -> Tensor:
+def _errors_of(source: SlotSource, layer: str, example: Tensor) -> Tensor:
     """The error signals that one example's target gives a layer."""
-    [slopes] = _slopes(example, [watch])
-    for found in watch.slots(slopes):
+    [slopes] = _slopes(example, [source])
+    for found in source.slots(slopes):
         if found.layer == layer and found.errors is not None:
             return found.errors
     raise QuestionError(f"layer {layer!r} has no error signals for this target.")
@@ -332,15 +334,15 @@ def margin(
     return taken
 
 
-def _slopes(target: Tensor, watches: Sequence[Watch]) -> list[list[Tensor | None]]:
+def _slopes(target: Tensor, sources: Sequence[SlotSource]) -> list[list[Tensor | None]]:
     """∂target/∂output for every call of every layer; 0 where the target does not depend on it."""
-    outputs = [output for watch in watches for output in watch.outputs]
+    outputs = [output for source in sources for output in source.outputs]
     needed = [output for output in outputs if output.requires_grad]
     found = iter(torch.autograd.grad(target.sum(), needed, retain_graph=True, allow_unused=True) if needed else ())
     slopes: list[list[Tensor | None]] = []
-    for watch in watches:
+    for source in sources:
         mine: list[Tensor | None] = []
-        for output in watch.outputs:
+        for output in source.outputs:
             slope = next(found) if output.requires_grad else None
             mine.append(torch.zeros_like(output) if slope is None else slope)
         slopes.append(mine)

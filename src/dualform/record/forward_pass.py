@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from dualform.errors import AxisError, BatchError, DualformError
-from dualform.layers.found import Arguments
 from dualform.layers.row_arguments import length, tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import FIRST, Decision, Layout, Lead, reading_by_length, shape_text
+from dualform.layers.slot_source import Arguments
 from dualform.record.columns import Batch
 from dualform.store.format import RowEvidence
 

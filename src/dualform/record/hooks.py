@@ -1,4 +1,4 @@
-"""The hooks. They compute nothing: each tells the ledger what happened.
+"""The hooks. They compute nothing: each tells `passes.py` what happened.
 
 A forward hook returns what a module gave through a tap (`tap.py`), which hands over keys and error signals in the backward pass. The
 number of the graph task tells backward passes apart, so that a pass that never reaches the parameter does not count. What has
@@ -18,11 +18,11 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
-from dualform.layers.found import Arguments, Errors, Found, Watch, map_tensors
 from dualform.layers.rules import Rule, rule_for
+from dualform.layers.slot_source import Arguments, Errors, LayerSlots, SlotSource, map_tensors
 from dualform.record import tap
 from dualform.record.forward_pass import ForwardPass
-from dualform.record.passes import Ledger, ModuleLedger, Visit
+from dualform.record.passes import PendingPasses, RecordedModule, Visit
 
 COMPILER = "torch._dynamo"
 
@@ -30,11 +30,13 @@ COMPILER = "torch._dynamo"
 class Capture:
     """Hooks on a model and on the parameters of its recorded modules, until removed."""
 
-    def __init__(self, model: nn.Module, outer: nn.Module, ledger: Ledger, before_forward: Callable[[], None] | None):
+    def __init__(
+        self, model: nn.Module, outer: nn.Module, passes: PendingPasses, before_forward: Callable[[], None] | None
+    ):
         """outer: what the training loop calls: the model itself, or what torch.compile(model) gave."""
         self._model = model
         self._outer = outer
-        self._ledger = ledger
+        self._passes = passes
         self._compiled = CompiledCalls(self)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
@@ -47,7 +49,7 @@ class Capture:
         if before_forward is not None:
             self._handles.append(outer.register_forward_pre_hook(lambda module, _: before_forward()))
 
-    def add(self, entry: ModuleLedger) -> None:
+    def add(self, entry: RecordedModule) -> None:
         """Hook a module, and those that it is part of."""
         rule = rule_for(entry.module)
         assert rule is not None
@@ -66,7 +68,7 @@ class Capture:
         self._handles.clear()
         tap.forget(self._compiled.recording)
 
-    def _hook_module(self, entry: ModuleLedger, rule: Rule) -> None:
+    def _hook_module(self, entry: RecordedModule, rule: Rule) -> None:
         recorded = entry.module
         begun: list[Any] = []
 
@@ -96,30 +98,30 @@ class Capture:
         # Before all other hooks, so that these see what came through the tap
         self._handles.append(recorded.register_forward_hook(after, with_kwargs=True, prepend=True))
 
-    def _record_call(self, entry: ModuleLedger, rule: Rule, arguments: Arguments, output: Any, begun: Any) -> Any:
+    def _record_call(self, entry: RecordedModule, rule: Rule, arguments: Arguments, output: Any, begun: Any) -> Any:
         """A recorded module has run: return what it gave, through a tap if it is trained on."""
-        ledger = self._ledger
-        if ledger.batch is not None:
-            ledger.batch.is_used = True
+        passes = self._passes
+        if passes.batch is not None:
+            passes.batch.is_used = True
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
         if not entry.has_hooked_parameters:
             self._hook_parameters(entry)
         forward = self.forward
-        is_outermost = forward is None and not ledger.in_backward()
+        is_outermost = forward is None and not passes.in_backward()
         if is_outermost:
-            forward = ledger.begin_forward(entry.module)
+            forward = passes.begin_forward(entry.module)
         if rule.replay is None:
             tapped = self._tap_simple(entry, rule, arguments, output, forward)
         else:
-            watch = rule.watch(entry.module, arguments, output, begun)
-            tapped = self._tap_replayed(entry, watch, output, forward)
+            source = rule.slot_source(entry.module, arguments, output, begun)
+            tapped = self._tap_replayed(entry, source, output, forward)
         if is_outermost and forward is not None:
-            ledger.rows.end(forward, arguments)
+            passes.rows.end(forward, arguments)
         return tapped
 
     def _tap_simple(
-        self, entry: ModuleLedger, rule: Rule, arguments: Arguments, output: Tensor, forward: ForwardPass | None
+        self, entry: RecordedModule, rule: Rule, arguments: Arguments, output: Tensor, forward: ForwardPass | None
     ) -> Tensor:
         """Tap a module whose slots are computed from its input and the gradient of its output."""
         if not output.requires_grad:
@@ -128,25 +130,25 @@ class Capture:
         assert rule.slots is not None
         saved = rule.saved(entry.module, arguments)
         slots = partial(rule.slots, entry.module)
-        visit = self._ledger.forward(entry, saved[0], forward, slots, is_data=not saved[0].requires_grad)
-        [tapped] = tap.tap(partial(self._ledger.backward, visit), [output], saved)
+        visit = self._passes.forward(entry, saved[0], forward, slots, is_data=not saved[0].requires_grad)
+        [tapped] = tap.tap(partial(self._passes.backward, visit), [output], saved)
         return tapped
 
-    def _tap_replayed(self, entry: ModuleLedger, watch: Watch, output: Any, forward: ForwardPass | None) -> Any:
+    def _tap_replayed(self, entry: RecordedModule, source: SlotSource, output: Any, forward: ForwardPass | None) -> Any:
         """Tap all that came out of a module that is computed once more in the backward pass."""
-        tapped = [tensor for tensor in watch.outputs if tensor.requires_grad]
+        tapped = [tensor for tensor in source.outputs if tensor.requires_grad]
         if not tapped:
             return output
-        is_tapped = [tensor.requires_grad for tensor in watch.outputs]
+        is_tapped = [tensor.requires_grad for tensor in source.outputs]
 
-        def slots(saved: Sequence[Tensor], errors: Errors) -> list[Found]:
-            if watch.keys is not None and not self._ledger.store_as.errors:
-                return watch.keys()
+        def slots(saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
+            if source.keys is not None and not self._passes.store_as.errors:
+                return source.keys()
             given = iter(errors or ())
-            return watch.slots([next(given) if one else None for one in is_tapped])
+            return source.slots([next(given) if one else None for one in is_tapped])
 
-        visit = self._ledger.forward(entry, watch.key, forward, slots, is_data=not watch.key.requires_grad)
-        aliases = tap.tap(partial(self._ledger.backward, visit), tapped, ())
+        visit = self._passes.forward(entry, source.key, forward, slots, is_data=not source.key.requires_grad)
+        aliases = tap.tap(partial(self._passes.backward, visit), tapped, ())
         by_id = {id(tensor): alias for tensor, alias in zip(tapped, aliases, strict=True)}
         return map_tensors(output, lambda tensor: by_id.get(id(tensor), tensor))
 
@@ -163,8 +165,8 @@ class Capture:
             if torch.compiler.is_compiling() or module is not container:
                 return
             if self.forward is None:
-                if torch.is_grad_enabled() and not self._ledger.in_backward():
-                    self.forward = self._ledger.begin_forward(runs)
+                if torch.is_grad_enabled() and not self._passes.in_backward():
+                    self.forward = self._passes.begin_forward(runs)
             elif self.forward.module is runs:
                 self._depth += 1
 
@@ -174,7 +176,7 @@ class Capture:
             forward = self.forward
             if module is container and forward is not None and forward.module is runs and not self._depth:
                 self.forward = None
-                self._ledger.rows.end(forward, (args, kwargs))
+                self._passes.rows.end(forward, (args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
@@ -189,38 +191,38 @@ class Capture:
         self._handles.append(container.register_forward_hook(after, with_kwargs=True))
         self._handles.append(container.register_forward_hook(leave, always_call=True))
 
-    def _hook_parameters(self, entry: ModuleLedger) -> None:
+    def _hook_parameters(self, entry: RecordedModule) -> None:
         """Hook the parameters that can have a gradient now: a frozen layer may be thawed later."""
-        for ledger in entry.parameters:
-            if ledger.parameter.requires_grad and id(ledger.parameter) not in self._hooked:
-                self._hooked.add(id(ledger.parameter))
-                hook = partial(self._ledger.counted, ledger)
-                self._handles.append(ledger.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        entry.has_hooked_parameters = all(id(ledger.parameter) in self._hooked for ledger in entry.parameters)
+        for parameter in entry.parameters:
+            if parameter.tensor.requires_grad and id(parameter.tensor) not in self._hooked:
+                self._hooked.add(id(parameter.tensor))
+                hook = partial(self._passes.counted, parameter)
+                self._handles.append(parameter.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        entry.has_hooked_parameters = all(id(parameter.tensor) in self._hooked for parameter in entry.parameters)
 
     def open_compiled(
-        self, entry: ModuleLedger, key: Tensor, slots: Callable[..., list[Found]], is_data: bool
+        self, entry: RecordedModule, key: Tensor, slots: Callable[..., list[LayerSlots]], is_data: bool
     ) -> Visit:
         """A compiled graph has called a module."""
-        ledger = self._ledger
-        if ledger.batch is not None:
-            ledger.batch.is_used = True
+        passes = self._passes
+        if passes.batch is not None:
+            passes.batch.is_used = True
         if not entry.has_hooked_parameters:
             self._hook_parameters(entry)
         forward = self.forward
-        if forward is None and not ledger.in_backward():
-            forward = ledger.compiled_forward(self._model)
-        return ledger.forward(entry, key, forward, slots, is_data=is_data)
+        if forward is None and not passes.in_backward():
+            forward = passes.compiled_forward(self._model)
+        return passes.forward(entry, key, forward, slots, is_data=is_data)
 
     def hand_over(self, visit: Visit, error: Tensor, saved: Sequence[Tensor]) -> None:
         """A compiled backward pass has reached a call of a module."""
         # Compiled code reuses the memory of its tensors
-        self._ledger.backward(visit, [error], saved, is_lent=True)
+        self._passes.backward(visit, [error], saved, is_lent=True)
 
     @property
     def updates(self) -> int:
         """How many updates there were."""
-        return self._ledger.updates
+        return self._passes.updates
 
 
 class CompiledCalls:
@@ -229,13 +231,13 @@ class CompiledCalls:
     def __init__(self, capture: Capture):
         self._capture = capture
         self.recording = tap.register(self)
-        self._modules: list[tuple[ModuleLedger, Callable[..., list[Found]]]] = []
+        self._modules: list[tuple[RecordedModule, Callable[..., list[LayerSlots]]]] = []
         self._visits: dict[int, Visit] = {}
         self._earlier: dict[int, Visit] = {}
         """Those before the last update: a backward pass may still come."""
         self._updates = 0
 
-    def tap_for(self, entry: ModuleLedger, rule: Rule) -> Callable[[nn.Module, Arguments, Any], Any]:
+    def tap_for(self, entry: RecordedModule, rule: Rule) -> Callable[[nn.Module, Arguments, Any], Any]:
         """A function that the compiler traces, which returns a module's output through a tap."""
         save = rule.saved
         assert save is not None

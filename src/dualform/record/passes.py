@@ -1,6 +1,6 @@
-"""The ledger: what was captured since the last step, until an optimizer turns it into an update.
+"""What was captured since the last step, until an optimizer turns it into an update.
 
-A parameter has a chain of links, one for each backward pass that added to its gradient; a layer has calls, the slots of each
+A parameter has a chain of shares, one for each backward pass that added to its gradient; a layer has calls, the slots of each
 pass. A parameter may be used by several layers (tied weights), a layer may use several parameters.
 
 What arrives in a backward pass is held and looked at when the pass has ended: its calls share the few operations on small numbers,
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError, UnexplainedError
-from dualform.layers.found import Errors, Found
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
+from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer, Use, joined
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass, RowFinder
-from dualform.record.parameters import ParameterLedger, norm_of_rows
+from dualform.record.parameters import RecordedParameter, norm_of_rows
 from dualform.record.silent import silent_slots
-from dualform.record.slot_loop import Slots, Taker, Taking
+from dualform.record.slot_loop import LoopPlan, SlotLoop, Slots
 from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
 from dualform.store.records import Block
 
@@ -65,13 +65,13 @@ class Visit:
     """One call of a module in a forward pass. It holds no tensors: autograd does, and frees them in time."""
 
     serial: int
-    module: ModuleLedger
+    module: RecordedModule
     batch: Batch | None
     forward: ForwardPass | None
     """The forward pass it was part of; None: it was run again in a backward pass, and no forward pass is known."""
     call: int | None
     """Its number among the calls of its module in that forward pass; None: not known."""
-    slots: Callable[[Sequence[Tensor], Errors], list[Found]]
+    slots: Callable[[Sequence[Tensor], Errors], list[LayerSlots]]
     """(what was saved for it, the gradients of what came out) → its slots."""
     is_data: bool
     """Whether what came in is data and not the output of other layers: then it may come again."""
@@ -113,7 +113,7 @@ class Pass:
 
     arrived: list[Arrival] = field(default_factory=list)
     """What has not been looked at yet."""
-    counted: list[ParameterLedger] = field(default_factory=list)
+    counted: list[RecordedParameter] = field(default_factory=list)
     """The parameters that it has reached."""
     arrivals: int = 0
     """How many there were."""
@@ -123,7 +123,7 @@ class Pass:
 class Arrived:
     """Keys and error signals of a visit, for one layer: a row for each slot, or for each of its feature maps."""
 
-    layer: LayerLedger
+    layer: RecordedLayer
     arrival: Arrival
     rows: int
     positions: int
@@ -135,7 +135,7 @@ class Arrived:
     """The same, if they may be taken by the compiled loop."""
     is_shared: bool = False
     key_terms: float = 0.0
-    """This and the next one: as Found has them."""
+    """This and the next one: as LayerSlots has them."""
     error_terms: float = 0.0
 
     def keys(self) -> Keys:
@@ -147,10 +147,10 @@ class Arrived:
         return Numbers(self.stored, layer.d_in, self.errors.dtype) if layer.form == "numbers" else Vectors(self.stored)
 
 
-class LayerLedger:
+class RecordedLayer:
     """The slots of one layer since its last update."""
 
-    def __init__(self, number: int, layer: Layer, parameters: dict[str, ParameterLedger], store_as: StoreAs):
+    def __init__(self, number: int, layer: Layer, parameters: dict[str, RecordedParameter], store_as: StoreAs):
         self.number, self.layer, self._store_as = number, layer, store_as
         self.uses = [(use, parameters[use.parameter]) for use in layer.uses]
         self.calls: dict[int, list[Call]] = {}
@@ -163,13 +163,13 @@ class LayerLedger:
         weight = self.uses[0][1]
         ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
         like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
-        self.taking: Taking | None = None
+        self.plan: LoopPlan | None = None
         """How its slots are taken by the compiled loop, if they can be."""
         if like_linear and weight.in_columns:
             bias = self.uses[1][1] if len(self.uses) > 1 else None
-            self.taking = Taking(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
+            self.plan = LoopPlan(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
 
-    def read(self, task: int, arrival: Arrival, found: Found, layout: Layout) -> Arrived:
+    def read(self, task: int, arrival: Arrival, found: LayerSlots, layout: Layout) -> Arrived:
         """What has arrived at one call, a row for each slot."""
         layer, keys, positions = self.layer, found.keys, layout.positions
         shared = layout.is_shared
@@ -177,13 +177,13 @@ class LayerLedger:
             return Arrived(self, arrival, layout.rows, positions, (), layout.slots(keys), None, is_shared=shared)
         errors = found.errors
         if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
-            kind = self.uses[0][1].parameter.dtype
+            kind = self.uses[0][1].tensor.dtype
             for _, parameter in self.uses:
-                link = parameter.link(task)
-                link.coarse_dtype = errors.dtype
+                share = parameter.share(task)
+                share.coarse_dtype = errors.dtype
                 # Some convolutions round what each image adds
-                link.partial_sums += found.partial_sums if layer.geometry is None else len(errors)
-                link.is_rounded_otherwise |= found.is_rounded_otherwise
+                share.partial_sums += found.partial_sums if layer.geometry is None else len(errors)
+                share.errors_recomputed |= found.errors_recomputed
             keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
             errors = errors.to(kind)
         if layer.geometry is not None:
@@ -193,7 +193,7 @@ class LayerLedger:
             count = positions * math.prod(layer.geometry.positions(size))
             return Arrived(self, arrival, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
         keys, errors = layout.slots(keys), layout.slots(errors)
-        slots = None if self.taking is None else Slots(keys, errors, self.taking, self.may_repeat(arrival.visit))
+        slots = None if self.plan is None else Slots(keys, errors, self.plan, self.may_repeat(arrival.visit))
         terms = found.key_terms, found.error_terms
         return Arrived(self, arrival, layout.rows, positions, (), keys, errors, slots, shared, *terms)
 
@@ -205,7 +205,7 @@ class LayerLedger:
         errors, arrived.stored = arrived.errors, arrived.stored.detach()
         if errors is None:
             for _, parameter in self.uses:
-                parameter.link(task).audited = False
+                parameter.share(task).audited = False
             return self._wanted(call, arrived.stored, None)
         errors = arrived.errors = errors.detach()
         norms = torch.linalg.vector_norm(errors, dim=1)
@@ -216,7 +216,7 @@ class LayerLedger:
         size_of_errors = max(norm_of_rows(norms, errors), arrived.error_terms)
         keys = arrived.keys()
         for use, parameter in self.uses:
-            if parameter.parameter.requires_grad:
+            if parameter.tensor.requires_grad:
                 parameter.add(task, use, keys, errors, size_of_errors, arrived.key_terms)
         if not self._store_as.keeps_errors:
             return self._wanted(call, arrived.stored, None)
@@ -247,8 +247,8 @@ class LayerLedger:
         call = self._call(task, arrival, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
         call.silent = slots.silent
         for parameter, added, scale in slots.added(error_terms):
-            if parameter.parameter.requires_grad:
-                parameter.link(task).add(added, scale)
+            if parameter.tensor.requires_grad:
+                parameter.share(task).add(added, scale)
 
     def may_repeat(self, visit: Visit) -> bool:
         """Whether keys of a visit may come again."""
@@ -286,10 +286,10 @@ class LayerLedger:
             self.problems.pop(task, None)
 
 
-class ModuleLedger:
+class RecordedModule:
     """One module, with the layers that it has."""
 
-    def __init__(self, name: str, module: nn.Module, layers: list[LayerLedger]):
+    def __init__(self, name: str, module: nn.Module, layers: list[RecordedLayer]):
         self.name, self.module, self.layers = name, module, layers
         self.by_name = {layer.layer.name: layer for layer in layers}
         self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
@@ -300,7 +300,7 @@ class ModuleLedger:
     def pending(self) -> bool:
         """Whether anything has arrived since its last update."""
         for parameter in self.parameters:
-            if parameter.links:
+            if parameter.shares:
                 return True
         for layer in self.layers:  # noqa: SIM110 (at every call: no generator)
             if layer.calls or layer.problems:
@@ -310,13 +310,13 @@ class ModuleLedger:
     def counted_in(self, task: int) -> bool:
         """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
         for parameter in self.parameters:
-            for link in parameter.links:
-                if link.counted and link.task == task:
+            for share in parameter.shares:
+                if share.counted and share.task == task:
                     return True
         return False
 
 
-class Ledger:
+class PendingPasses:
     """Listens to the hooks. Problems are kept with the pass they concern and raised only if that pass counts."""
 
     def __init__(
@@ -329,14 +329,14 @@ class Ledger:
         when_ended: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback,
     ):
         """graph_task: gives the number of the backward pass that is running, −1 outside of one; when_ended: does something at its end."""
-        self.modules: list[ModuleLedger] = []
-        self.layers: list[LayerLedger] = []
-        self.parameters: dict[int, ParameterLedger] = {}
+        self.modules: list[RecordedModule] = []
+        self.layers: list[RecordedLayer] = []
+        self.parameters: dict[int, RecordedParameter] = {}
         """By the parameter's id."""
         self.seed = seed
         """The recording's private random seed; each parameter's R is drawn from it and the parameter's name."""
         self.batch: Batch | None = None
-        self.spent: set[ModuleLedger] = set()
+        self.spent: set[RecordedModule] = set()
         """Modules whose update has happened since the last batch() call: new slots there have no rows."""
         self.calls_since_backward = 0
         """How many batch() calls there were since the last backward pass."""
@@ -350,25 +350,27 @@ class Ledger:
         self._serial = 0
         self.last_task = -1
         """The last backward pass that was seen."""
-        self._passes: dict[int, Pass] = {}
+        self._running: dict[int, Pass] = {}
         """Those that are under way."""
-        self._arrived_bytes, self._taker = 0, Taker(store_as.dtype, store_as.pool)
+        self._arrived_bytes, self._loop = 0, SlotLoop(store_as.dtype, store_as.pool)
 
-    def enter(self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]) -> ModuleLedger:
+    def enter(
+        self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]
+    ) -> RecordedModule:
         """Enter a module. named: the parameters that its layers use, by full name."""
         vectors = set[str]().union(*(layer.vectors() for layer in layers))
         mine = {full: self.parameter(full, p, vector=full in vectors) for full, p in named.items()}
-        entered = [LayerLedger(len(self.layers) + i, layer, mine, self.store_as) for i, layer in enumerate(layers)]
+        entered = [RecordedLayer(len(self.layers) + i, layer, mine, self.store_as) for i, layer in enumerate(layers)]
         self.layers += entered
-        ledger = ModuleLedger(name, module, entered)
-        self.modules.append(ledger)
+        recorded = RecordedModule(name, module, entered)
+        self.modules.append(recorded)
         self.rows.recorded[name] = module
-        return ledger
+        return recorded
 
-    def parameter(self, name: str, parameter: nn.Parameter, *, vector: bool) -> ParameterLedger:
-        """The ledger of a parameter; made if there is none yet."""
+    def parameter(self, name: str, parameter: nn.Parameter, *, vector: bool) -> RecordedParameter:
+        """A parameter as it is recorded; made if there is none yet."""
         if id(parameter) not in self.parameters:
-            self.parameters[id(parameter)] = ParameterLedger(
+            self.parameters[id(parameter)] = RecordedParameter(
                 len(self.parameters), name, parameter, self.seed, vector=vector
             )
         return self.parameters[id(parameter)]
@@ -406,10 +408,10 @@ class Ledger:
 
     def forward(
         self,
-        module: ModuleLedger,
+        module: RecordedModule,
         key: Tensor,
         forward: ForwardPass | None,
-        slots: Callable[[Sequence[Tensor], Errors], list[Found]],
+        slots: Callable[[Sequence[Tensor], Errors], list[LayerSlots]],
         *,
         is_data: bool,
     ) -> Visit:
@@ -420,7 +422,7 @@ class Ledger:
         module.called = True
         problem: DualformError | None = None
         if not self.in_backward():
-            self._passes.clear()  # of a pass that never ended: something was raised in it
+            self._running.clear()  # of a pass that never ended: something was raised in it
             self._drop_uncounted(module)
         elif self.calls_since_backward > 1:
             problem = BatchError(
@@ -445,13 +447,13 @@ class Ledger:
             self.rows.assume(forward, module.name)
         return Visit(self._serial, module, batch, forward or self._last_forward, call, slots, is_data, problem)
 
-    def _drop_uncounted(self, module: ModuleLedger) -> None:
+    def _drop_uncounted(self, module: RecordedModule) -> None:
         """Passes that never reached a parameter: autograd.grad."""
         if not module.pending():
             return  # the ordinary case: the last update has cleared everything
-        counted = {link.task for p in module.parameters for link in p.links if link.counted}
+        counted = {share.task for p in module.parameters for share in p.shares if share.counted}
         for p in module.parameters:
-            p.links = [link for link in p.links if link.counted]
+            p.shares = [share for share in p.shares if share.counted]
         for layer in module.layers:
             layer.forget({task for task in (*layer.calls, *layer.problems) if task not in counted})
 
@@ -465,14 +467,14 @@ class Ledger:
         """
         task = self._graph_task()
         module = visit.module
-        under_way = self._passes.get(task)
+        under_way = self._running.get(task)
         if under_way is None:  # the first of its backward pass
             self.calls_since_backward = 0
             self.last_task = max(self.last_task, task)
-            under_way = self._passes[task] = Pass()
+            under_way = self._running[task] = Pass()
             self._when_ended(partial(self.settle, task))
         for p in module.parameters:
-            if p.parameter.grad is not None and p.parameter.requires_grad:
+            if p.tensor.grad is not None and p.tensor.requires_grad:
                 p.begin(task)
         problem = visit.problem
         if problem is None and saved is None:
@@ -495,20 +497,20 @@ class Ledger:
         if self._arrived_bytes > ARRIVED:
             self._look_now(task, under_way)
 
-    def counted(self, parameter: ParameterLedger, _: object = None) -> None:
+    def counted(self, parameter: RecordedParameter, _: object = None) -> None:
         """A parameter's .grad has been added to: the slots of this pass count for it."""
         self.pending, task = True, self._graph_task()
-        under_way = self._passes.get(task)
+        under_way = self._running.get(task)
         if under_way is None:  # nothing of it came through a module
             self.last_task = max(self.last_task, task)
             parameter.begin(task)
-            parameter.link(task).counted = True
+            parameter.share(task).counted = True
         else:
             under_way.counted.append(parameter)
 
     def settle(self, task: int) -> None:
         """A backward pass has ended: look at what has arrived, where it has reached a parameter."""
-        ended = self._passes.pop(task, None)
+        ended = self._running.pop(task, None)
         if ended is None:
             return
         self._count(task, ended)
@@ -517,7 +519,7 @@ class Ledger:
 
     def settle_early(self) -> None:
         """An optimizer steps within a backward pass (in a hook of a parameter): look at what it may need."""
-        for task, under_way in self._passes.items():
+        for task, under_way in self._running.items():
             self._count(task, under_way)
             self._look_now(task, under_way)
 
@@ -533,7 +535,7 @@ class Ledger:
         for parameter in some.counted:
             if parameter not in visited:  # it came some other way than through its module
                 parameter.begin(task)
-            parameter.link(task).counted = True
+            parameter.share(task).counted = True
         some.counted.clear()
 
     @torch.no_grad()
@@ -541,7 +543,7 @@ class Ledger:
         """Find the slots of some visits, and copy them."""
         read = [one for arrival in arrived for one in self._read(arrival, task)]
         slots = [one.slots for one in read if one.slots is not None]
-        self._taker.take(slots)
+        self._loop.take(slots)
         wanted = []
         for one in read:
             if one.slots is not None and one.slots.taken:
@@ -569,7 +571,7 @@ class Ledger:
                 continue
             yield layer.read(task, arrival, one, layout)
 
-    def _layout(self, layer: str, visit: Visit, found: Found) -> Layout:
+    def _layout(self, layer: str, visit: Visit, found: LayerSlots) -> Layout:
         assert visit.batch is not None
         leading = found.keys.dim() - 1 if found.lead is None else found.lead
         lead = tuple(found.keys.shape[:leading])

@@ -30,8 +30,8 @@ from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.hooks import Capture
 from dualform.record.interrupts import INTERRUPTS, is_running
-from dualform.record.parameters import ParameterLedger
-from dualform.record.passes import Ledger
+from dualform.record.parameters import RecordedParameter
+from dualform.record.passes import PendingPasses
 from dualform.record.steps import OpenStep, StepBuilder, Update
 from dualform.record.totals import OnlineTotals
 from dualform.store import format as store
@@ -56,7 +56,7 @@ def snapshot_of(model: nn.Module, steps: StepBuilder) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
     }
     for watched in steps.watch.parameters():
-        prefix = f"state.{watched.ledger.name}"
+        prefix = f"state.{watched.parameter.name}"
         for name, value in watched.tensors.items():
             tensors[f"{prefix}.{name}"] = _copied(value)
         for name, number in watched.counters.items():
@@ -101,7 +101,7 @@ class Recording:
         outer: nn.Module,
         optimizers: list[Optimizer],
         writer: Writer,
-        ledger: Ledger,
+        passes: PendingPasses,
         steps: StepBuilder,
         totals: OnlineTotals | None,
         curvature: OnlineCurvature | None,
@@ -112,7 +112,7 @@ class Recording:
         self.path = writer.folder
         self._process = os.getpid()
         self._model, self._optimizers, self._settings = model, optimizers, settings
-        self._writer, self._ledger, self._steps = writer, ledger, steps
+        self._writer, self._passes, self._steps = writer, passes, steps
         self._totals, self._curvature = totals, curvature
         self._totals_lent = False
         """Whether the writer may be writing the totals, which are not copied for it."""
@@ -132,13 +132,16 @@ class Recording:
         self._is_detached = False
         self.is_closed = False
         self._waiting = [
-            (one, [ParameterLedger(-1, name, p, ledger.seed, vector=p.dim() < 2) for name, p in one.parameters.items()])
+            (
+                one,
+                [RecordedParameter(-1, name, p, passes.seed, vector=p.dim() < 2) for name, p in one.parameters.items()],
+            )
             for one in waiting
         ]
         self._optimized = self._count_optimized()
         steps.watch.remember()
         self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, steps).values())
-        self._capture = Capture(model, outer, self._ledger, before_forward=self._adopt if self._waiting else None)
+        self._capture = Capture(model, outer, self._passes, before_forward=self._adopt if self._waiting else None)
         self._handles: list[RemovableHandle] = []
         try:
             self._attach()
@@ -147,7 +150,7 @@ class Recording:
             raise
 
     def _attach(self) -> None:
-        for module in self._ledger.modules:
+        for module in self._passes.modules:
             self._capture.add(module)
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._before_step(number)))
@@ -171,8 +174,8 @@ class Recording:
             if self._totals is not None:
                 self._totals.check(batch.columns)
             self._columns = batch.columns
-        self._ledger.rows.step = self.finished
-        self._ledger.begin(batch)
+        self._passes.rows.step = self.finished
+        self._passes.begin(batch)
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Keep numbers beside the last step, or beside the coming one if its backward pass has begun."""
@@ -181,7 +184,7 @@ class Recording:
         self._recover()
         numbers = {n: v.item() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
         last = self._progress.open
-        if last is None or self._ledger.pending:
+        if last is None or self._passes.pending:
             self._progress.early_log.update(numbers)
         else:
             last.record.log.update(numbers)
@@ -307,13 +310,13 @@ class Recording:
 
     def _never_called(self, warned: list[str]) -> dict[str, str]:
         """Layers that had no part in the training: named once, at the end."""
-        idle = [layer.layer.name for one in self._ledger.modules if not one.called for layer in one.layers]
+        idle = [layer.layer.name for one in self._passes.modules if not one.called for layer in one.layers]
         if idle and self.finished:
             warned.append(f"not recorded: {', '.join(map(repr, idle))}: never called in training")
         return dict.fromkeys(idle, "it was never called in training")
 
     def _warn_of_unused_batch(self, warned: list[str]) -> None:
-        last = self._ledger.batch
+        last = self._passes.batch
         if self.finished and last is not None and not last.is_used:
             warned.append(
                 "the last recorder.batch() call was not followed by a forward pass. Call it right before the forward pass of its rows; "
@@ -425,7 +428,7 @@ class Recording:
             raise RecordingError(
                 "optimizer.step() was called within optimizer.step() of another recorded optimizer. Record one of them only."
             )
-        self._ledger.settle_early()
+        self._passes.settle_early()
         last = self._progress.open
         if last is not None and number in last.updated_by:
             self._hand_over()
@@ -436,7 +439,7 @@ class Recording:
         self._update = update  # from here on, the weights may change
         INTERRUPTS.hold((self, "update"), within)
         self._steps.consume(update)
-        self._ledger.pending = False
+        self._passes.pending = False
 
     def _finish_update(self) -> None:
         """The optimizer has changed the weights: look at them. Then the update counts, and with it the step."""
@@ -481,7 +484,7 @@ class Recording:
         step, nbytes = last.record, last.record.nbytes
         if self._curvature is not None:
             with INTERRUPTS.held((self, "curvature")):
-                self._curvature.add(step, [layer.layer for layer in self._ledger.layers])
+                self._curvature.add(step, [layer.layer for layer in self._passes.layers])
         if self._totals is not None and not self._totals.is_whole:
             self._go_on_without_totals()
         if self._totals is None:
@@ -507,7 +510,7 @@ class Recording:
             totals.fold()
         for step in totals.folded:
             if self._only_totals:
-                step.drop_slots(self._ledger.store_as.pool)
+                step.drop_slots(self._passes.store_as.pool)
             self._writer.put(step, self._columns or ())
         totals.folded = []
 
@@ -591,7 +594,7 @@ class Recording:
             if not any(id(p) in optimized for p in one.parameters.values()):
                 continue
             self._waiting = [other for other in self._waiting if other[0] is not one]
-            changed = any(ledger.changed() for ledger in watched)
+            changed = any(parameter.changed() for parameter in watched)
             if changed or self._totals is not None:
                 why = (
                     "changed before a forward pass found it in an optimizer (call add_param_group before the forward pass, "
@@ -601,8 +604,8 @@ class Recording:
                 )
                 warnings.warn(f"not recorded: {one.name!r}: it {why}", stacklevel=2)
                 continue
-            known = {p.name for p in self._ledger.parameters.values()}
-            module = self._ledger.enter(one.name, one.module, one.layers, one.parameters)
+            known = {p.name for p in self._passes.parameters.values()}
+            module = self._passes.enter(one.name, one.module, one.layers, one.parameters)
             new = {name: p for name, p in one.parameters.items() if name not in known}
             self._writer.add_layers(one.name, [layer.layer for layer in module.layers], described(new))
             self._capture.add(module)

@@ -13,11 +13,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Naming = Callable[[str], str]
 """The full name of one of a module's own parameters."""
 Errors = Sequence[Tensor | None] | None
-"""The gradients of a watch's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
+"""The gradients of a source's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
 
 
 @dataclass(slots=True)
-class Found:
+class LayerSlots:
     """Keys (*lead, …) and error signals (*lead, …) of one of a module's layers."""
 
     layer: str
@@ -35,20 +35,20 @@ class Found:
     """The same for error signals that are sums, or that were computed again."""
     partial_sums: int = 1
     """Under autocast: how many parts of a weight's gradient were each rounded to 16 bits before they were added up."""
-    is_rounded_otherwise: bool = False
+    errors_recomputed: bool = False
     """Under autocast: whether error signals were rounded elsewhere than in the training, where a fused kernel does not show them."""
 
 
 @dataclass(slots=True)
-class Watch:
+class SlotSource:
     """Where slots will come from."""
 
     outputs: list[Tensor]
     """The tensors whose gradients are needed."""
-    slots: Callable[[Errors], list[Found]]
+    slots: Callable[[Errors], list[LayerSlots]]
     key: Tensor
     """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
-    keys: Callable[[], list[Found]] | None = None
+    keys: Callable[[], list[LayerSlots]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""
 
 
