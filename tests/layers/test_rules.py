@@ -19,7 +19,8 @@ from dualform.layers.slot_source import SlotSource, map_tensors
 from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
-from dualform.record.passes import PendingPasses, StoreAs
+from dualform.record.passes import PendingPasses
+from dualform.record.recorded import StoreAs
 from dualform.store.encoding import Pool
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

@@ -13,7 +13,7 @@ from dualform import projection
 from dualform.errors import UnexplainedError
 from dualform.layers import rules
 from dualform.record import begin
-from dualform.record.passes import RecordedLayer
+from dualform.record.recorded import RecordedLayer
 
 CHANNELS, CLASSES, STEPS = 4, 3, 5
 OPTIMIZERS = {

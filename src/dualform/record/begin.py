@@ -18,10 +18,12 @@ from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.finished import snapshot_of
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
-from dualform.record.passes import PendingPasses, StoreAs
+from dualform.record.passes import PendingPasses
+from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
-from dualform.record.recording import Recording, Settings, snapshot_of
+from dualform.record.recording import Recording, Settings
 from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
 from dualform.store import format as store

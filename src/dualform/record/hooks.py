@@ -22,7 +22,8 @@ from dualform.layers.rules import Rule, rule_for
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, SlotSource, map_tensors
 from dualform.record import tap
 from dualform.record.forward_pass import ForwardPass
-from dualform.record.passes import PendingPasses, RecordedModule, Visit
+from dualform.record.passes import PendingPasses
+from dualform.record.recorded import RecordedModule, Visit
 
 COMPILER = "torch._dynamo"
 

@@ -1,7 +1,6 @@
 """What was captured since the last step, until an optimizer turns it into an update.
 
-A parameter has a chain of shares, one for each backward pass that added to its gradient; a layer has calls, the slots of each
-pass. A parameter may be used by several layers (tied weights), a layer may use several parameters.
+A parameter has a chain of shares, one for each backward pass that added to its gradient; a layer has the calls of each pass.
 
 What arrives in a backward pass is held and looked at when the pass has ended: its calls share the few operations on small numbers,
 and find the processor's cache warm. Who holds a tensor keeps autograd from changing it in place.
@@ -9,8 +8,6 @@ and find the processor's cache warm. Who holds a tensor keeps autograd from chan
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,92 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError, UnexplainedError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
-from dualform.layers.streams import Layer, Use, joined
+from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass, RowFinder
-from dualform.record.parameters import RecordedParameter, norm_of_rows
-from dualform.record.silent import silent_slots
-from dualform.record.slot_loop import LoopPlan, SlotLoop, Slots
-from dualform.store.encoding import Encoded, Pool, Wanted, encode_all, encode_numbers
-from dualform.store.records import Block
+from dualform.record.parameters import RecordedParameter
+from dualform.record.recorded import Arrival, CallSlots, RecordedLayer, RecordedModule, StoreAs, Visit
+from dualform.record.slot_loop import SlotLoop
+from dualform.store.encoding import encode_all
 
-CONSUMED = 64
-"""How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
 ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 IGNORED_HOOKS = (
     "A model that had run compiled (torch.compile) before record() ignores new hooks. Call record() before the first call of the "
     "compiled model, or torch.compiler.reset() right before record()."
 )
-HALVES = (torch.float16, torch.bfloat16)
-NOTHING = Encoded(torch.empty(0, 0), None)
-"""Vectors that are yet to be copied."""
-
-
-@dataclass(frozen=True)
-class StoreAs:
-    """What is kept of a slot, and how."""
-
-    dtype: str
-    keep: str
-    pool: Pool
-    errors: bool = True
-    """Whether error signals are of use; else those that take a second computation are left out."""
-
-    @property
-    def keeps_errors(self) -> bool:
-        """Whether error signals are stored."""
-        return self.keep != "keys" and self.errors
-
-
-@dataclass(eq=False, slots=True)
-class Visit:
-    """One call of a module in a forward pass. It holds no tensors: autograd does, and frees them in time."""
-
-    serial: int
-    module: RecordedModule
-    batch: Batch | None
-    forward: ForwardPass | None
-    """The forward pass it was part of; None: it was run again in a backward pass, and no forward pass is known."""
-    call: int | None
-    """Its number among the calls of its module in that forward pass; None: not known."""
-    slots: Callable[[Sequence[Tensor], Errors], list[LayerSlots]]
-    """(what was saved for it, the gradients of what came out) → its slots."""
-    is_data: bool
-    """Whether what came in is data and not the output of other layers: then it may come again."""
-    own_problem: DualformError | None
-
-    @property
-    def problem(self) -> DualformError | None:
-        """Why its slots cannot be named."""
-        if self.own_problem is not None or self.forward is None:
-            return self.own_problem
-        return self.forward.problem
-
-
-@dataclass(slots=True)
-class Call(Block):
-    """A visit whose error signals have arrived: its slots, copied with those of other calls. Its place in a step is found later."""
-
-    serial: int = field(kw_only=True)
-    batch: Batch = field(kw_only=True)
-    is_shared: bool = field(kw_only=True, default=False)
-    """Whether its slots serve all rows and belong to none."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What a backward pass has brought to one visit."""
-
-    visit: Visit
-    number: int
-    """How many others had arrived before it in the backward pass."""
-    errors: Sequence[Tensor | None]
-    """The gradients of what came out."""
-    saved: Sequence[Tensor]
 
 
 @dataclass(slots=True)
@@ -117,203 +44,6 @@ class Pass:
     """The parameters that it has reached."""
     arrivals: int = 0
     """How many there were."""
-
-
-@dataclass(slots=True)
-class Arrived:
-    """Keys and error signals of a visit, for one layer: a row for each slot, or for each of its feature maps."""
-
-    layer: RecordedLayer
-    arrival: Arrival
-    rows: int
-    positions: int
-    shape: tuple[int, ...]
-    stored: Tensor
-    """The keys as they are stored."""
-    errors: Tensor | None
-    slots: Slots | None = None
-    """The same, if they may be taken by the compiled loop."""
-    is_shared: bool = False
-    key_terms: float = 0.0
-    """This and the next one: as LayerSlots has them."""
-    error_terms: float = 0.0
-
-    def keys(self) -> Keys:
-        """The keys as what they stand for."""
-        layer = self.layer.layer
-        if layer.geometry is not None:
-            return Maps(self.stored.reshape(-1, layer.geometry.channels, *self.shape[1:]), layer.geometry)
-        assert self.errors is not None
-        return Numbers(self.stored, layer.d_in, self.errors.dtype) if layer.form == "numbers" else Vectors(self.stored)
-
-
-class RecordedLayer:
-    """The slots of one layer since its last update."""
-
-    def __init__(self, number: int, layer: Layer, parameters: dict[str, RecordedParameter], store_as: StoreAs):
-        self.number, self.layer, self._store_as = number, layer, store_as
-        self.uses = [(use, parameters[use.parameter]) for use in layer.uses]
-        self.calls: dict[int, list[Call]] = {}
-        """By backward pass."""
-        self.problems: dict[int, DualformError] = {}
-        self.consumed: deque[int] = deque(maxlen=CONSUMED)
-        """The last ones that earlier steps have stored."""
-        self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
-        self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
-        weight = self.uses[0][1]
-        ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
-        like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
-        self.plan: LoopPlan | None = None
-        """How its slots are taken by the compiled loop, if they can be."""
-        if like_linear and weight.in_columns:
-            bias = self.uses[1][1] if len(self.uses) > 1 else None
-            self.plan = LoopPlan(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
-
-    def read(self, task: int, arrival: Arrival, found: LayerSlots, layout: Layout) -> Arrived:
-        """What has arrived at one call, a row for each slot."""
-        layer, keys, positions = self.layer, found.keys, layout.positions
-        shared = layout.is_shared
-        if found.errors is None:
-            return Arrived(self, arrival, layout.rows, positions, (), layout.slots(keys), None, is_shared=shared)
-        errors = found.errors
-        if errors.dtype in HALVES:  # autocast: the gradient is made of the input as it was cast
-            kind = self.uses[0][1].tensor.dtype
-            for _, parameter in self.uses:
-                share = parameter.share(task)
-                share.coarse_dtype = errors.dtype
-                # Some convolutions round what each image adds
-                share.partial_sums += found.partial_sums if layer.geometry is None else len(errors)
-                share.errors_recomputed |= found.errors_recomputed
-            keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
-            errors = errors.to(kind)
-        if layer.geometry is not None:
-            size = tuple(keys.shape[2:])
-            stored = layout.slots(keys.flatten(1))
-            errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
-            count = positions * math.prod(layer.geometry.positions(size))
-            return Arrived(self, arrival, layout.rows, count, (positions, *size), stored, errors, is_shared=shared)
-        keys, errors = layout.slots(keys), layout.slots(errors)
-        slots = None if self.plan is None else Slots(keys, errors, self.plan, self.may_repeat(arrival.visit))
-        terms = found.key_terms, found.error_terms
-        return Arrived(self, arrival, layout.rows, positions, (), keys, errors, slots, shared, *terms)
-
-    def add(self, task: int, arrived: Arrived) -> list[tuple[Call, str, Wanted]]:
-        """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
-        call = self._call(
-            task, arrived.arrival, arrived.rows, arrived.positions, arrived.shape, shared=arrived.is_shared
-        )
-        errors, arrived.stored = arrived.errors, arrived.stored.detach()
-        if errors is None:
-            for _, parameter in self.uses:
-                parameter.share(task).audited = False
-            return self._wanted(call, arrived.stored, None)
-        errors = arrived.errors = errors.detach()
-        norms = torch.linalg.vector_norm(errors, dim=1)
-        call.silent = silent_slots(errors)
-        if call.silent is not None and self.layer.form == "parts":
-            # A normalisation sums the error signals of several positions: they may cancel while the weight's part does not
-            call.silent &= ~arrived.stored.any(1).cpu().numpy()
-        size_of_errors = max(norm_of_rows(norms, errors), arrived.error_terms)
-        keys = arrived.keys()
-        for use, parameter in self.uses:
-            if parameter.tensor.requires_grad:
-                parameter.add(task, use, keys, errors, size_of_errors, arrived.key_terms)
-        if not self._store_as.keeps_errors:
-            return self._wanted(call, arrived.stored, None)
-        outputs = list(self.layer.outputs)
-        some, known = (errors[:, outputs], None) if outputs else (errors, norms)
-        return self._wanted(call, arrived.stored, Wanted(some, self._error_name, known))
-
-    def _wanted(self, call: Call, keys: Tensor, errors: Wanted | None) -> list[tuple[Call, str, Wanted]]:
-        wanted = [] if errors is None else [(call, "errors", errors)]
-        if self.layer.form == "numbers":
-            call.keys = encode_numbers(keys)
-        else:
-            wanted.append((call, "keys", Wanted(keys, self._key_name, as_they_are=True)))
-        return wanted
-
-    def add_taken(
-        self,
-        task: int,
-        arrival: Arrival,
-        rows: int,
-        positions: int,
-        slots: Slots,
-        *,
-        shared: bool = False,
-        error_terms: float = 0.0,
-    ) -> None:
-        """The same for slots that are copied already, of something like nn.Linear: its weight, and its bias if it has one."""
-        call = self._call(task, arrival, rows, positions, (), slots.key_copy, slots.error_copy, shared=shared)
-        call.silent = slots.silent
-        for parameter, added, scale in slots.added(error_terms):
-            if parameter.tensor.requires_grad:
-                parameter.share(task).add(added, scale)
-
-    def may_repeat(self, visit: Visit) -> bool:
-        """Whether keys of a visit may come again."""
-        return self._keys_may_repeat and visit.is_data
-
-    def _call(
-        self,
-        task: int,
-        arrival: Arrival,
-        rows: int,
-        positions: int,
-        shape: tuple[int, ...],
-        keys: Encoded | None = None,
-        errors: Encoded | None = None,
-        *,
-        shared: bool,
-    ) -> Call:
-        """Enter a call."""
-        visit = arrival.visit
-        assert visit.batch is not None
-        place = self.number, 0, 0, 0, rows, positions
-        what = keys or NOTHING, errors, self.may_repeat(visit), shape, arrival.number
-        call = Call(*place, *what, serial=visit.serial, batch=visit.batch, is_shared=shared)
-        self.calls.setdefault(task, []).append(call)
-        return call
-
-    def tasks(self) -> set[int]:
-        """The backward passes that anything is known of."""
-        return {*self.calls, *self.problems}
-
-    def forget(self, tasks: set[int]) -> None:
-        """Forget the slots of some backward passes."""
-        for task in tasks:
-            self.calls.pop(task, None)
-            self.problems.pop(task, None)
-
-
-class RecordedModule:
-    """One module, with the layers that it has."""
-
-    def __init__(self, name: str, module: nn.Module, layers: list[RecordedLayer]):
-        self.name, self.module, self.layers = name, module, layers
-        self.by_name = {layer.layer.name: layer for layer in layers}
-        self.parameters = list({id(p): p for layer in layers for _, p in layer.uses}.values())
-        self.called = False
-        self.has_hooked_parameters = False
-        """Whether all its parameters have hooks."""
-
-    def pending(self) -> bool:
-        """Whether anything has arrived since its last update."""
-        for parameter in self.parameters:
-            if parameter.shares:
-                return True
-        for layer in self.layers:  # noqa: SIM110 (at every call: no generator)
-            if layer.calls or layer.problems:
-                return True
-        return False
-
-    def counted_in(self, task: int) -> bool:
-        """Whether a backward pass has reached its parameters: then all gradients of what came out have arrived."""
-        for parameter in self.parameters:
-            for share in parameter.shares:
-                if share.counted and share.task == task:
-                    return True
-        return False
 
 
 class PendingPasses:
@@ -541,24 +271,21 @@ class PendingPasses:
     @torch.no_grad()
     def _settle(self, task: int, arrived: Sequence[Arrival]) -> None:
         """Find the slots of some visits, and copy them."""
-        read = [one for arrival in arrived for one in self._read(arrival, task)]
-        slots = [one.slots for one in read if one.slots is not None]
-        self._loop.take(slots)
-        wanted = []
-        for one in read:
-            if one.slots is not None and one.slots.taken:
-                size = one.rows, one.positions
-                one.layer.add_taken(
-                    task, one.arrival, *size, one.slots, shared=one.is_shared, error_terms=one.error_terms
-                )
+        calls = [call for arrival in arrived for call in self._read(arrival, task)]
+        self._loop.take([call.loop for call in calls if call.loop is not None])
+        to_copy = []
+        for call in calls:
+            if call.loop is not None and call.loop.taken:
+                call.layer.add_from_loop(task, call)
             else:
-                wanted += one.layer.add(task, one)
-        if wanted:
-            copied = encode_all([one for _, _, one in wanted], self.store_as.dtype, self.store_as.pool)
-            for (call, name, _), vectors in zip(wanted, copied, strict=True):
-                setattr(call, name, vectors)
+                to_copy += call.layer.add(task, call)
+        if not to_copy:
+            return
+        copied = encode_all([vectors for _, _, vectors in to_copy], self.store_as.dtype, self.store_as.pool)
+        for (block, field_name, _), vectors in zip(to_copy, copied, strict=True):
+            setattr(block, field_name, vectors)
 
-    def _read(self, arrival: Arrival, task: int) -> Iterator[Arrived]:
+    def _read(self, arrival: Arrival, task: int) -> Iterator[CallSlots]:
         """Read what has arrived as keys and error signals of the module's layers."""
         visit = arrival.visit
         module = visit.module

@@ -20,8 +20,9 @@ from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients
 from dualform.record.parameters import PassShare, RecordedParameter
-from dualform.record.passes import IGNORED_HOOKS, PendingPasses, RecordedLayer, RecordedModule
+from dualform.record.passes import IGNORED_HOOKS, PendingPasses
 from dualform.record.projections import Projections
+from dualform.record.recorded import RecordedLayer, RecordedModule
 from dualform.recursions import KINDS
 from dualform.store import records
 from dualform.store.format import NO_ROW, Mark
