@@ -26,33 +26,51 @@ TITLES = {
 """The campaigns in the order of the page."""
 
 
+SHOWN = 2
+"""How many versions of the code have a line for each campaign: the newest ones."""
+
+
 def counts(results: Path = RESULTS) -> str:
     """The section of the page that holds all counts, as Markdown."""
-    lines = ["| campaign | counted | failures | hours | last run | version of the code |", "|---|---|--:|--:|---|---|"]
+    lines = [
+        "| campaign | counted | failures | explained | hours | last run | version of the code |",
+        "|---|---|--:|--:|--:|---|---|",
+    ]
     details = []
     for name, title in TITLES.items():
         path = results / f"torture-{name}.json"
         if not path.exists():
-            lines.append(f"| {title} | not run yet | | | | |")
+            lines.append(f"| {title} | not run yet | | | | | |")
             continue
-        version, found = newest(json.loads(path.read_text()))
-        unit = found["unit"]
-        counted = found["counts"]
-        hours = found["seconds"] / 3600
-        lines.append(
-            f"| {title} | {counted.get(unit, 0):,} {unit} | {counted.get('failures', 0):,} | {hours:.1f} | {found['last']} "
-            f"| `{version}` of {found['dualform']} |"
-        )
-        details += ["", f"**{title}**: {_listed(counted, unit)}."]
+        data = json.loads(path.read_text())
+        unit = data["unit"]
+        tested = versions(data)[:SHOWN]
+        lines += [_line(title, unit, version, found) for version, found in tested]
+        newest = tested[0][1]
+        details += ["", f"**{title}**: {_listed(newest['counts'], unit)}."]
+        for _, found in tested:
+            details += [f"- {failure}: {cause}" for failure, cause in found.get("explained", {}).items()]
     return "\n".join([*lines, *details])
 
 
-def newest(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The version of the code that was tested last, and what was counted for it."""
-    version: str = max(
-        data["versions"], key=lambda name: (data["versions"][name]["last"], data["versions"][name]["seconds"])
-    )
-    return version, {"unit": data["unit"], **data["versions"][version]}
+def versions(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The versions of the code that were tested and what was counted for each, the last one first."""
+    tested: dict[str, dict[str, Any]] = data["versions"]
+    return sorted(tested.items(), key=lambda item: (item[1]["last"], item[1].get("order", 0)), reverse=True)
+
+
+def _line(title: str, unit: str, version: str, found: dict[str, Any]) -> str:
+    counted = found["counts"]
+    cells = [
+        title,
+        f"{counted.get(unit, 0):,} {unit}",
+        f"{counted.get('failures', 0):,}",
+        f"{len(found.get('explained', {})):,}",
+        f"{found['seconds'] / 3600:.1f}",
+        found["last"],
+        f"`{version}` of {found['dualform']}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _listed(counted: dict[str, int], unit: str) -> str:

@@ -42,8 +42,9 @@ def test_the_page_has_the_counts_of_the_results():
 def results(tmp_path):
     """Results of two versions of the code."""
     version = {"dualform": "0.1.0", "first": "2026-01-01", "seconds": 7200.0, "claimed": {"0": 3}, "failures": []}
+    explained = {"seed 0, case 7": "the disk of the test was full"}
     versions = {
-        "old": {**version, "last": "2026-01-02", "counts": {"kills": 9}},
+        "old": {**version, "last": "2026-01-02", "counts": {"kills": 9, "failures": 1}, "explained": explained},
         "new": {**version, "last": "2026-01-03", "counts": {"kills": 1234, "during seal": 7}},
     }
     data = {"campaign": "kill", "unit": "kills", "sources": [], "versions": versions}
@@ -51,8 +52,10 @@ def results(tmp_path):
     return tmp_path
 
 
-def test_the_page_shows_the_version_that_was_tested_last(results):
-    table = reliability.counts(results)
-    assert "| Kills | 1,234 kills | 0 | 2.0 | 2026-01-03 | `new` of 0.1.0 |" in table
-    assert "**Kills**: during seal 7." in table
-    assert "| Losses of power | not run yet |" in table
+def test_the_page_shows_the_versions_that_were_tested_last(results):
+    lines = reliability.counts(results).splitlines()
+    new = lines.index("| Kills | 1,234 kills | 0 | 0 | 2.0 | 2026-01-03 | `new` of 0.1.0 |")
+    assert lines[new + 1] == "| Kills | 9 kills | 1 | 1 | 2.0 | 2026-01-02 | `old` of 0.1.0 |"
+    assert "**Kills**: during seal 7." in lines
+    assert "- seed 0, case 7: the disk of the test was full" in lines
+    assert "| Losses of power | not run yet | | | | | |" in lines

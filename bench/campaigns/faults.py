@@ -47,11 +47,14 @@ class Fault:
     """Whether it also happens to all later calls."""
 
 
-FAULTS = (
-    Fault("ENOSPC once", FAIL, errno.ENOSPC),
+MAIN_FAULTS = (
     Fault("ENOSPC from then on", FAIL, errno.ENOSPC, persistent=True),
-    Fault("half written, then ENOSPC", SHORT, errno.ENOSPC, persistent=True),
     Fault("EIO once", FAIL, errno.EIO),
+)
+"""A full disk and a failing one: these happen to every call."""
+OTHER_FAULTS = (
+    Fault("ENOSPC once", FAIL, errno.ENOSPC),
+    Fault("half written, then ENOSPC", SHORT, errno.ENOSPC, persistent=True),
     Fault("EIO from then on", FAIL, errno.EIO, persistent=True),
     Fault("EINTR once", FAIL, errno.EINTR),
     Fault("half written once", SHORT),
@@ -83,7 +86,7 @@ SCENARIOS = (
 
 
 class Campaign(Base):
-    """Every call of every scenario, with every fault."""
+    """Every call of every scenario with the main faults; after these, with the others."""
 
     name = "faults"
     unit = "faults"
@@ -93,15 +96,21 @@ class Campaign(Base):
         self._folder = folder
         self._references: dict[str, Reference] = {}
         self._others: dict[str, Reference] = {}
-        self._cases: list[tuple[Scenario, int, Fault]] = []
+        self._before: dict[Scenario, Path] = {}
+        """What is in the folder of a scenario before it begins."""
+        main: list[tuple[Scenario, int, Fault]] = []
+        others: list[tuple[Scenario, int, Fault]] = []
         for scenario in SCENARIOS:
             counted = Interference()
             self._prepare(scenario)
             forks.call(partial(_live, scenario, self._reference(scenario), self._run, Progress(), counted))
             calls = range(1, counted.calls + 1)
-            self._cases += [(scenario, call, fault) for call in calls for fault in FAULTS]
-        random.Random(0).shuffle(self._cases)
-        self.goal = len(self._cases)
+            main += [(scenario, call, fault) for call in calls for fault in MAIN_FAULTS]
+            others += [(scenario, call, fault) for call in calls for fault in OTHER_FAULTS]
+        random.Random(0).shuffle(main)
+        random.Random(0).shuffle(others)
+        self._cases = main + others
+        self.goal = len(main)
 
     @property
     def _run(self) -> Path:
@@ -132,10 +141,16 @@ class Campaign(Base):
     def _prepare(self, scenario: Scenario) -> None:
         """The folder as the scenario finds it."""
         shutil.rmtree(self._run, ignore_errors=True)
-        if scenario.begin == "resume":
-            forks.call(partial(_begin, self._reference(scenario), self._run))
-        elif scenario.begin == "overwrite":
-            forks.call(partial(train, self._other(scenario), self._run))
+        if scenario.begin == "record":
+            return
+        if scenario not in self._before:
+            before = self._folder / f"before {len(self._before)}"
+            if scenario.begin == "resume":
+                forks.call(partial(_begin, self._reference(scenario), before))
+            else:
+                forks.call(partial(train, self._other(scenario), before))
+            self._before[scenario] = before
+        shutil.copytree(self._before[scenario], self._run)
 
     def _reference(self, scenario: Scenario) -> Reference:
         if scenario.kind not in self._references:

@@ -103,7 +103,7 @@ def _lose_power(victim: Victim, previous: Reference | None, disk: Disk, trace: P
         progress.promised = disk.promised or 0
         progress.begun = disk.promised is not None
         try:
-            state = look(left, progress, previous).replace("kills", "losses")
+            state = look(left, progress, previous, is_last=True).replace("kills", "losses")
         except Exception as error:
             last = calls[at - 1] if at else None
             where = "at the beginning" if last is None else f"after call {at}, {last.kind} {Path(last.path).name}"

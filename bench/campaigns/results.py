@@ -83,9 +83,10 @@ class Results:
             fcntl.flock(folder, fcntl.LOCK_EX)
             everything = self._read()
             today = time.strftime("%Y-%m-%d")
-            fresh = {"dualform": __version__, "first": today, "last": today, "seconds": 0.0}
+            order = len(everything["versions"])
+            fresh = {"dualform": __version__, "order": order, "first": today, "last": today, "seconds": 0.0}
             mine = everything["versions"].setdefault(
-                self.version, {**fresh, "claimed": {}, "counts": {}, "failures": []}
+                self.version, {**fresh, "claimed": {}, "counts": {}, "failures": [], "explained": {}}
             )
             yield mine
             unfinished = self.path.with_suffix(".unfinished")

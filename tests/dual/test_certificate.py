@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dualform
+from dualform.dual import certificate as judging
 from dualform.dual import rounding
 from dualform.dual.certificate import FLOORS
 from dualform.dual.gradient_sizes import wrong_size
@@ -359,3 +360,10 @@ def test_progress_reaches_its_end(dual):
 
 def test_no_model_is_needed(trained):
     assert dualform.open(trained.path).verify().passed
+
+
+@pytest.mark.parametrize(("distance", "verdict"), [(1e-14, "pass"), (1e-12, "fail")])
+def test_a_gap_of_a_few_roundoffs_of_float64_passes_whatever_the_floor(distance, verdict):
+    """Centered RMSprop divides the rounding of a recomputed key by a hundred times its size."""
+    found = judging._Comparison(distance, movement=1.0, size=1.0, begin=0)
+    assert judging._judge(found, rounding.Floor(1e-16))[0] == verdict

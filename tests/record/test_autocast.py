@@ -8,6 +8,7 @@ import dualform
 from dualform.dual.masked import masked_by_groups
 from dualform.dual.totals import find
 from dualform.errors import UnexplainedError
+from dualform.record import begin
 from halves import require
 
 
@@ -211,3 +212,31 @@ def test_what_rounding_may_have_done_to_totals_is_little(tmp_path):
     trained = dual.store.snapshot(dual.end_step)["model.body.in_proj_weight"]
     moved = (trained - dual.store.snapshot(0)["model.body.in_proj_weight"]).norm()
     assert 0 < rounding < 0.02 * moved
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("seed", [3, 10, 13, 31])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_lstm_with_one_row_keeps_factors_of_one(tmp_path, monkeypatch, kind, seed):
+    """Its only key may nearly vanish through R; its rounding is then all that is seen, and looks like a factor."""
+    require(torch.bfloat16)
+    monkeypatch.setattr(begin, "private_seed", lambda: seed)
+    torch.manual_seed(seed)
+    model = nn.LSTM(6, 6, 2, batch_first=True)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(2):
+            recorder.batch(sample_id=[0])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(torch.randn(1, 2, 6))[0]
+            output.float().square().mean().backward()
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run")
+    assert dual.store.updates["factors"].explode().unique().to_list() == [1.0]
+    assert dual.verify().passed, dual.verify()

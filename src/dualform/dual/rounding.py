@@ -23,7 +23,7 @@ from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
 from dualform.store.reader import Store
-from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
 BOTH_ROUNDED = math.sqrt(2 / 3)
 """Key and error signal are each off by up to one roundoff, evenly spread."""
@@ -155,7 +155,9 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     disturbed = now.copy()
     sums, squares, of_call = gradients.sum(), gradients.sum(), gradients.sum()
     generator = torch.Generator().manual_seed(seed)
-    visits = max(_visits(store, layer) for layer in store.users(updates.parameter))
+    users = store.users(updates.parameter)
+    visits = max(_visits(store, layer) for layer in users)
+    roundings = ROUNDINGS_WITHIN if any(layer.kind == ROUNDED_WITHIN for layer in users) else 1
     for place in range(len(updates.steps)):
         step, settings = gradients.read(place), updates.at(place)
         gradient = gradients(step, sums)
@@ -165,7 +167,7 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
         rest = float(measured.residual[place]) * size
         coarse = float(measured.coarse[place])
         spread = (
-            coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse)
+            coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse, roundings)
             if coarse
             else _spread(variance, rest)
         )

@@ -48,6 +48,8 @@ class Share:
     """A bound on the sum of the absolute terms of `added`."""
     coarse: float = 0.0
     """A bound on what rounding to 16 bits did to this pass's gradient, seen through R (autocast); 0: it was not rounded so."""
+    common: float = 0.0
+    """The part of it that may be the same in all equations: keys or error signals that were rounded otherwise than in the training."""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class Verdict:
     """‖explanation‖ before the last scaling, relative to its own rounding. Below 1 it is noise, and the last factor means nothing."""
     size: float = 0.0
     """‖gradient @ R‖."""
+    is_vague: bool = False
+    """Whether its factor may be off by more than the residual tells, since all equations may share an error."""
 
     @property
     def determined(self) -> bool:
@@ -76,16 +80,23 @@ class _Sum:
     """What some passes should have left in .grad, and how far rounding may have moved it."""
 
     expected: Seen
-    scale: float
-    coarse: float
+    scale: float = 0.0
+    coarse: float = 0.0
+    common: float = 0.0
 
     def plus(self, share: Share) -> _Sum:
-        return _Sum(self.expected + share.added, self.scale + share.scale, self.coarse + share.coarse)
+        return _Sum(
+            expected=self.expected + share.added,
+            scale=self.scale + share.scale,
+            coarse=self.coarse + share.coarse,
+            common=self.common + share.common,
+        )
 
     def times(self, ratio: float) -> _Sum:
         if ratio == 0:  # thrown away: gone, even if it was not finite
-            return _Sum(np.zeros_like(self.expected), 0.0, 0.0)
-        return _Sum(self.expected * ratio, self.scale * abs(ratio), self.coarse * abs(ratio))
+            return _Sum(np.zeros_like(self.expected))
+        size = abs(ratio)
+        return _Sum(self.expected * ratio, self.scale * size, self.coarse * size, self.common * size)
 
     def rounding(self, roundoff: float) -> float:
         return SLACK * roundoff * self.scale + self.coarse
@@ -143,17 +154,18 @@ def explain(shares: Sequence[Share], looked: Looked, roundoff: float, *, last_fa
     return verdict
 
 
-def shared_factors(factors: Seen, signals: Seen) -> Seen:
+def shared_factors(factors: Seen, signals: Seen, better: float | Seen = BETTER) -> Seen:
     """Let gradients of one update that tell their factor poorly take that of the gradient that tells it best.
 
     factors, signals: one for each gradient; all are determined. Clipping by norm and loss scaling multiply all gradients alike. A gradient that
     is little more than its rounding knows its own factor to within 1 / signal: it takes the other one if that is within its uncertainty.
+    better: how many times as large the best signal must be.
     """
     if len(factors) < 2 or (factors == factors[0]).all():
         return factors
     best = np.argmax(signals)
     factor = factors[best]
-    is_better = signals[best] >= BETTER * signals
+    is_better = signals[best] >= better * signals
     agrees = np.abs(factors - factor) * signals <= abs(factor)
     return np.where(is_better & agrees, factor, factors)
 
@@ -162,7 +174,8 @@ def share_factors(verdicts: Sequence[Verdict]) -> None:
     """The same for gradients of any number of passes."""
     some = [one for one in verdicts if one.explained and one.determined and math.isfinite(one.signal)]
     last = np.array([one.factors[-1] for one in some])
-    shared = shared_factors(last, np.array([one.signal for one in some]))
+    better = np.array([1.0 if one.is_vague else BETTER for one in some])
+    shared = shared_factors(last, np.array([one.signal for one in some]), better)
     for one, before, after in zip(some, last.tolist(), shared.tolist(), strict=True):
         if after != before:
             one.factors = [factor * after / before for factor in one.factors]
@@ -185,7 +198,7 @@ def explain_rounding(shares: Sequence[Share], looked: Looked, roundoff: float) -
     Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are kept as they were.
     """
     seen = looked.astype(np.float64, copy=False)
-    total = _Sum(np.zeros_like(seen), 0.0, 0.0)
+    total = _Sum(np.zeros_like(seen))
     for share in shares:
         total = total.plus(share)
     size = math.sqrt(float(seen @ seen))
@@ -195,7 +208,7 @@ def explain_rounding(shares: Sequence[Share], looked: Looked, roundoff: float) -
 
 def _chain(shares: Sequence[Share], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
     """One number for each share: .grad is scaled as a whole between backward passes."""
-    total = _Sum(np.zeros_like(seen), 0.0, 0.0)
+    total = _Sum(np.zeros_like(seen))
     factors: list[float] = []
     for share in shares:
         if factors:  # what was in .grad before the first pass nothing explains
@@ -212,7 +225,7 @@ def _chain(shares: Sequence[Share], seen: Seen, roundoff: float, last_factor: fl
 
 def _least_squares(shares: Sequence[Share], seen: Seen, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
-    nothing = _Sum(np.zeros_like(seen), 0.0, 0.0)
+    nothing = _Sum(np.zeros_like(seen))
     terms = np.stack([share.added for share in shares], axis=1)
     if not np.isfinite(terms).all() or not np.isfinite(seen).all():
         return _verdict([0.0] * len(shares), seen, nothing, roundoff, signal=0.0)
@@ -254,6 +267,7 @@ def _ratio(after: Seen, total: _Sum, roundoff: float) -> float:
         # Of a gradient that was rounded to 16 bits the factor is known up to its standard error only
         rest = after - ratio * expected
         uncertainty += SURE * math.sqrt(float((expected * rest) @ (expected * rest))) / square
+        uncertainty += total.common / math.sqrt(square)
     return 1.0 if abs(ratio - 1) <= uncertainty else ratio
 
 
@@ -264,4 +278,4 @@ def _verdict(factors: list[float], seen: Seen, total: _Sum, roundoff: float, sig
     rest = seen - total.expected
     left = math.sqrt(float(rest @ rest))
     explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size, UNDERFLOW)
-    return Verdict(factors, left / size if size else 0.0, explained, signal, size)
+    return Verdict(factors, left / size if size else 0.0, explained, signal, size, is_vague=total.common > 0)

@@ -218,7 +218,8 @@ class RecordedParameter:
         seen = self.tensor.numel() * self.columns
         share.coarse = audit.coarse_error(norm_of(share.added), seen, share.coarse_dtype, share.partial_sums)
         if share.errors_recomputed:
-            share.coarse += audit.coarse_error_of_terms(share.scale, share.coarse_dtype)
+            share.common = audit.coarse_error_of_terms(share.scale, share.coarse_dtype)
+            share.coarse += share.common
         return torch.finfo(share.coarse_dtype).eps / 2
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:

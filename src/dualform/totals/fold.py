@@ -20,7 +20,7 @@ from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, outer, walk_back
 from dualform.store.format import Grouping, Manifest
-from dualform.totals.rounding import ROUNDED_WITHIN, coarse_spread
+from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -334,7 +334,9 @@ class Accumulated:
         users = [layer for layer in self._manifest.layers if any(use.parameter == name for use in layer.uses)]
         within = any(layer.kind == ROUNDED_WITHIN for layer in users)
         squares = _squares_of_parts(here, some.factors[place], gradient, within=within)
-        spread = coarse_spread(squares, float(some.rounded.rests[place]), float(some.rounded.units[place]))
+        rest = float(some.rounded.rests[place])
+        unit = float(some.rounded.units[place])
+        spread = coarse_spread(squares, rest, unit, ROUNDINGS_WITHIN if within else 1)
         # The same in a recording that was interrupted and resumed
         seed = int(some.steps[place]) * len(self._numbers) + number
         generator = torch.Generator().manual_seed(seed)
