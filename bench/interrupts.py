@@ -46,7 +46,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import DualformError, RecordingError
-from dualform.record import recording
+from dualform.record import finished
 from dualform.store import files
 from dualform.store.format import MANIFEST
 from dualform.store.reader import Store
@@ -222,9 +222,9 @@ def slow_disk(seconds: float) -> Iterator[None]:
 def small_stretches() -> Iterator[None]:
     """Totals are folded and snapshots taken several times in a short training."""
     with (
-        mock.patch.object(recording, "STRETCH_BYTES", 1500),
-        mock.patch.object(recording, "SNAPSHOT_SHARE", 0),
-        mock.patch.object(recording, "SNAPSHOT_CHUNKS", 2),
+        mock.patch.object(finished, "STRETCH_BYTES", 1500),
+        mock.patch.object(finished, "SNAPSHOT_SHARE", 0),
+        mock.patch.object(finished, "SNAPSHOT_CHUNKS", 2),
     ):
         yield
 

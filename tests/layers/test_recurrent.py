@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 from dualform.layers.recurrent import names, outputs, refusal, shown_keys, unroll
+from dualform.layers.slot_source import map_tensors
 
 D_INPUT, D_HIDDEN = 3, 2
 SEQUENCES = {
@@ -111,12 +112,17 @@ class Ran:
     unrolled: list
 
 
+def aliases(value):
+    """What a module returned, as its caller sees it: gradients are those of what is done with it outside the module."""
+    return [tensor.clone() for tensor in outputs(value)]
+
+
 def run(case):
     """Call the module, and unroll the call; the module's parameters have their gradients."""
     torch.manual_seed(case.seed)
     module, arguments = case.module(), case.arguments()
     rng = torch.get_rng_state()
-    found = outputs(module(*arguments[0], **arguments[1]))
+    found = aliases(module(*arguments[0], **arguments[1]))
     weights = [torch.randn_like(value) for value in found]
     terms = [(weight * value).sum() for weight, value in zip(weights, found, strict=True)]
     loss = sum(term for term, reached in zip(terms, case.reached or [True] * 3, strict=False) if reached)
@@ -258,7 +264,7 @@ def test_keys_and_errors_are_those_of_a_plain_loop(kind, form, bidirectional, bi
     initial = tuple(state(start)) if kind == "lstm" else state(start)[0]
     arguments = (laid_out(sequences), initial), {}
     weights = ([] if cell else outputs(laid_out(by_output))) + state(by_last)
-    values = outputs(module(*arguments[0]))
+    values = aliases(module(*arguments[0]))
     loss = sum((weight * value).sum() for weight, value in zip(weights, values, strict=True))
     unrolled = unroll(module, arguments, torch.autograd.grad(loss, values))
 
@@ -287,7 +293,7 @@ def test_states_carried_from_call_to_call(kind, cell):
     module, state, calls, loss = case.module(), None, [], 0
     for _ in range(3):
         (entry,), _ = case.arguments()
-        value = module(entry, state)
+        value = map_tensors(module(entry, state), Tensor.clone)
         state = value if cell else value[1]
         calls.append((((entry,), {"hx": calls[-1][1]} if calls else {}), state, outputs(value)))
         loss = loss + sum((torch.randn_like(tensor) * tensor).sum() for tensor in outputs(value))
@@ -307,7 +313,7 @@ def test_in_the_middle_of_a_backward_pass(kind, cell):
     torch.manual_seed(0)
     case = Case(kind, cell=cell, layers=1 if cell else 2)
     module, arguments = case.module(), case.arguments()
-    values = outputs(module(*arguments[0]))
+    values = aliases(module(*arguments[0]))
     weights = [torch.randn_like(value) for value in values]
     errors, unrolled = {}, []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.dual.gradients import of_slots
 from dualform.layers.keys import Maps, Numbers, Vectors
@@ -15,10 +15,12 @@ from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, geometry_of, queries_of, refusal, rule_for
+from dualform.layers.slot_source import SlotSource, map_tensors
 from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
-from dualform.record.passes import Ledger, StoreAs
+from dualform.record.passes import PendingPasses
+from dualform.record.recorded import StoreAs
 from dualform.store.memory import Pool
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -252,9 +254,9 @@ class Ran:
     layers: dict
     found: list
     """(layer, what the rule found)"""
-    watches: list
-    errors: list
-    """For each watch: the gradients of its outputs."""
+    source: SlotSource
+    errors: tuple
+    """The gradients of its outputs."""
 
 
 def run(call, reached=None, only=None):
@@ -263,8 +265,8 @@ def run(call, reached=None, only=None):
     assert refusal(module) is None
     layers = {layer.name: layer for layer in rule.layers(module, "name", lambda short: short)}
     begun = rule.begin(module) if rule.begin else None
-    output = module(*call.args, **call.kwargs)
-    watches = rule.watch(module, (call.args, call.kwargs), output, begun)
+    output = map_tensors(module(*call.args, **call.kwargs), Tensor.clone)
+    source = rule.slot_source(module, (call.args, call.kwargs), output, begun)
     tensors = outputs([tensor for tensor in (output if isinstance(output, tuple) else [output]) if tensor is not None])
     loss = torch.zeros((), dtype=torch.float64)
     for place, (tensor, axis) in enumerate(zip(tensors, call.axes, strict=False)):
@@ -273,16 +275,13 @@ def run(call, reached=None, only=None):
             weights[(slice(None),) * axis + (torch.arange(call.rows) != only,)] = 0
         if reached is None or place in reached:
             loss = loss + (tensor * weights).sum()
-    errors = [torch.autograd.grad(loss, w.outputs, retain_graph=True, allow_unused=True) for w in watches]
+    errors = torch.autograd.grad(loss, source.outputs, retain_graph=True, allow_unused=True)
     module.zero_grad()
     loss.backward()
-    found = [
-        (layers[joined("name", one.layer)], one)
-        for watch, mine in zip(watches, errors, strict=True)
-        if any(error is not None for error in mine)
-        for one in watch.slots(list(mine))
-    ]
-    return Ran(layers, found, watches, errors)
+    is_reached = any(error is not None for error in errors)
+    slots = source.slots(list(errors)) if is_reached else []
+    found = [(layers[joined("name", one.layer)], one) for one in slots]
+    return Ran(layers, found, source, errors)
 
 
 def slots(layer, found, call):
@@ -367,37 +366,37 @@ def test_a_slot_belongs_to_the_row_that_it_comes_from(kind, data, seed):
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=12)
 def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
-    """What the ledger adds up, call by call, is the gradient seen through R."""
+    """What a pass adds up, call by call, is the gradient seen through R."""
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
     ran = run(call)
     named = {n: p for n, p in call.module.named_parameters() if any(n in y.parameters for y in ran.layers.values())}
     task, ended = -1, []
-    ledger = Ledger(
+    passes = PendingPasses(
         store_as=StoreAs("float64", "slots", Pool()),
         rows=RowFinder(BatchAxes(), {}, check=False, on_unclear="leave out"),
         seed=seed,
         graph_task=lambda: task,
         when_ended=ended.append,
     )
-    module = ledger.enter("name", call.module, list(ran.layers.values()), named)
-    ledger.begin(read_batch(0, {"sample_id": torch.arange(call.rows)}, None))
-    forward = ledger.begin_forward(call.module)
-    visits = [ledger.forward(module, watch.key, forward, watch) for watch in ran.watches]
+    module = passes.enter("name", call.module, list(ran.layers.values()), named)
+    passes.begin(read_batch(0, {"sample_id": torch.arange(call.rows)}, None))
+    forward = passes.begin_forward(call.module)
+    visit = passes.forward(
+        module, ran.source.key, forward, lambda saved, errors: ran.source.slots(errors), is_data=True
+    )
     task = 1
-    for visit, errors in zip(visits, ran.errors, strict=True):
-        for place, error in enumerate(errors):
-            if error is not None:
-                ledger.backward(visit, place, error)
-    for parameter in ledger.parameters.values():
-        ledger.counted(parameter)
+    if any(error is not None for error in ran.errors):
+        passes.backward(visit, ran.errors, ())
+    for parameter in passes.parameters.values():
+        passes.counted(parameter)
     for settle in ended:
         settle()
-    for parameter in ledger.parameters.values():
-        gradient = parameter.parameter.grad
+    for parameter in passes.parameters.values():
+        gradient = parameter.tensor.grad
         assert not any(layer.problems for layer in module.layers)
         torch.testing.assert_close(
-            torch.from_numpy(parameter.link(1).added),
+            torch.from_numpy(parameter.share(1).added),
             torch.from_numpy(parameter.look(gradient)),
             **EXACT,
             msg=lambda text, parameter=parameter: f"{parameter.name}: {text}",
@@ -413,10 +412,9 @@ def test_finding_slots_changes_nothing(kind, data, seed):
     ran = run(call)
     before = [(p.detach().clone(), p.grad) for p in call.module.parameters()]
     buffers, state = [b.clone() for b in call.module.buffers()], torch.get_rng_state()
-    for watch, errors in zip(ran.watches, ran.errors, strict=True):
-        for given_errors in (list(errors), None):
-            for one in watch.slots(given_errors):
-                assert one.errors is None or not one.errors.requires_grad
+    for errors in (list(ran.errors), None):
+        for one in ran.source.slots(errors):
+            assert one.errors is None or not one.errors.requires_grad
     assert torch.equal(torch.get_rng_state(), state)
     for p, (value, gradient) in zip(call.module.parameters(), before, strict=True):
         assert torch.equal(p, value)
@@ -434,7 +432,7 @@ def test_without_error_signals_the_keys_are_the_same(kind, data, seed):
     torch.manual_seed(seed)
     call = data.draw(CALLS[kind])
     ran = run(call)
-    found = [(joined("name", one.layer), one) for watch in ran.watches for one in watch.slots(None)]
+    found = [(joined("name", one.layer), one) for one in ran.source.slots(None)]
     assert [name for name, _ in found] == [layer.name for layer, _ in ran.found]
     for (name, one), (layer, other) in zip(found, ran.found, strict=True):
         assert one.errors is None

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.audit import Link, Verdict, explain, likely_factors, share_factors, shared_factors
+from dualform.record.audit import Share, Verdict, explain, likely_factors, share_factors, shared_factors
 
 ROUNDOFF = 2.0**-53
 random = np.random.default_rng(0)
@@ -13,13 +13,13 @@ def passes(count, size=20):
     return [random.standard_normal(size) for _ in range(count)]
 
 
-def link(before, added):
-    return Link(before, added, float(np.abs(added).sum()))
+def share(before, added):
+    return Share(before, added, float(np.abs(added).sum()))
 
 
 def test_a_single_pass_left_as_it_is():
     (g,) = passes(1)
-    verdict = explain([link(None, g)], g, ROUNDOFF)
+    verdict = explain([share(None, g)], g, ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == [1.0]
     assert verdict.residual == 0.0
@@ -28,7 +28,7 @@ def test_a_single_pass_left_as_it_is():
 @given(st.floats(1e-6, 1e6))
 def test_clipping_is_one_number(factor):
     (g,) = passes(1)
-    verdict = explain([link(None, g)], factor * g, ROUNDOFF)
+    verdict = explain([share(None, g)], factor * g, ROUNDOFF)
     assert verdict.explained
     assert verdict.determined
     assert verdict.factors == pytest.approx([factor], rel=1e-14)
@@ -36,14 +36,14 @@ def test_clipping_is_one_number(factor):
 
 def test_accumulation():
     a, b, c = passes(3)
-    verdict = explain([link(None, a), link(a, b), link(a + b, c)], 0.5 * (a + b + c), ROUNDOFF)
+    verdict = explain([share(None, a), share(a, b), share(a + b, c)], 0.5 * (a + b + c), ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == pytest.approx([0.5, 0.5, 0.5])
 
 
 def test_scaled_in_between():
     a, b = passes(2)
-    verdict = explain([link(None, a), link(0.25 * a, b)], 0.25 * a + b, ROUNDOFF)
+    verdict = explain([share(None, a), share(0.25 * a, b)], 0.25 * a + b, ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == pytest.approx([0.25, 1.0])
 
@@ -51,7 +51,7 @@ def test_scaled_in_between():
 @pytest.mark.parametrize("zeroed", [None, np.zeros(20)])
 def test_zeroed_in_between_drops_the_slots_before(zeroed):
     a, b = passes(2)
-    verdict = explain([link(None, a), link(zeroed, b)], b, ROUNDOFF)
+    verdict = explain([share(None, a), share(zeroed, b)], b, ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == [0.0, 1.0]
 
@@ -59,21 +59,21 @@ def test_zeroed_in_between_drops_the_slots_before(zeroed):
 def test_a_pass_whose_gradient_is_zero_is_not_taken_for_thrown_away():
     a, _ = passes(2)
     nothing = np.zeros(20)
-    verdict = explain([link(None, nothing), link(nothing, a)], a, ROUNDOFF)
+    verdict = explain([share(None, nothing), share(nothing, a)], a, ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == [1.0, 1.0]
 
 
 def test_gradients_kept_aside_and_put_together_again():
     a, b = passes(2)
-    verdict = explain([link(None, a), link(None, b)], 0.3 * a + 0.7 * b, ROUNDOFF)
+    verdict = explain([share(None, a), share(None, b)], 0.3 * a + 0.7 * b, ROUNDOFF)
     assert verdict.explained
     assert verdict.factors == pytest.approx([0.3, 0.7])
 
 
 def test_noise_is_not_explained():
     (g,) = passes(1)
-    verdict = explain([link(None, g)], g + 1e-6 * random.standard_normal(20), ROUNDOFF)
+    verdict = explain([share(None, g)], g + 1e-6 * random.standard_normal(20), ROUNDOFF)
     assert not verdict.explained
     assert 1e-7 < verdict.residual < 1e-5
 
@@ -93,19 +93,19 @@ def test_nothing_to_explain():
 def test_rounding_is_explained():
     a, b = passes(2)
     seen = (a + b).astype(np.float32).astype(np.float64)
-    assert explain([link(None, a), link(a, b)], seen, 2.0**-24).explained
+    assert explain([share(None, a), share(a, b)], seen, 2.0**-24).explained
 
 
 def test_rounding_noise_has_no_factor_of_its_own():
     terms = np.full(20, 1e-17)
-    verdict = explain([Link(None, terms, 1.0)], 3 * terms, ROUNDOFF)
+    verdict = explain([Share(None, terms, 1.0)], 3 * terms, ROUNDOFF)
     assert verdict.explained
     assert not verdict.determined
 
 
 def test_what_is_not_finite_proves_nothing_and_stops_nothing():
     (g,) = passes(1)
-    verdict = explain([link(None, g)], np.full(20, np.nan), ROUNDOFF)
+    verdict = explain([share(None, g)], np.full(20, np.nan), ROUNDOFF)
     assert verdict.explained
     assert not verdict.determined
     assert np.isnan(verdict.residual)
@@ -116,18 +116,18 @@ def test_noise_before_a_pass_is_not_taken_for_scaling():
     a, b = passes(2)
     scale = float(np.abs(a).sum()) / (64 * ROUNDOFF) / 20
     before = a + 0.5 * random.standard_normal(20)
-    links = [Link(None, a, scale), Link(before, b, scale)]
-    assert explain(links, before + b, ROUNDOFF, last_factor=1.0).factors == [1.0, 1.0]
+    shares = [Share(None, a, scale), Share(before, b, scale)]
+    assert explain(shares, before + b, ROUNDOFF, last_factor=1.0).factors == [1.0, 1.0]
 
 
 def test_similar_passes_do_not_explain_another_gradient_by_huge_factors():
     (a,) = passes(1, size=8)
     b, c = a + 1e-6 * random.standard_normal((2, 8))
-    links = [link(None, a), link(a, b), link(a + b, c)]
+    shares = [share(None, a), share(a, b), share(a + b, c)]
     seen = a + b + c
-    assert explain(links, seen, 2.0**-24).explained
+    assert explain(shares, seen, 2.0**-24).explained
     seen[0] *= 1.01
-    assert not explain(links, seen, 2.0**-24).explained
+    assert not explain(shares, seen, 2.0**-24).explained
 
 
 def test_a_poorly_known_factor_gives_way_to_a_well_known_one():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import RecordingError, UnexplainedError, WriterError
-from dualform.record import recording
+from dualform.record import finished, recording
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.edits import EditWatch
 from dualform.record.steps import StepBuilder
@@ -133,7 +133,7 @@ def test_a_sample_of_all_lines_in_all_scenarios():
 @pytest.mark.parametrize("settings", [{}, {"totals": ["label"]}], ids=["slots", "totals"])
 def test_ctrl_c_while_the_training_waits_for_the_disk(tmp_path, monkeypatch, settings):
     slow_disk(monkeypatch, 0.02)
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 3000)
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 3000)
     loop = Loop(tmp_path / "run", chunk_bytes=4000, queue_bytes=4000, **settings)
     with pytest.raises(KeyboardInterrupt), loop.record() as recorder:
         ctrl_c_after(0.5)
@@ -146,7 +146,7 @@ def test_ctrl_c_while_the_training_waits_for_the_disk(tmp_path, monkeypatch, set
 @pytest.mark.parametrize("moment", ["a step is added", "a stretch is folded", "sums are changed"])
 def test_totals_are_right_or_not_there(tmp_path, monkeypatch, moment, before, at):
     """On the way into totals, each step is counted once; half a sum is given up."""
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 6000)
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 6000)
     loop = Loop(tmp_path / "run", totals=["label"])
     owner, name = {
         "a step is added": (OnlineTotals, "add"),
@@ -178,7 +178,7 @@ def test_totals_that_are_too_large_leave_the_slots(tmp_path):
 
 
 def test_training_goes_on_without_totals_that_an_exception_has_spoiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 1)
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 1)
     loop = Loop(tmp_path / "run", totals=["label"])
     raise_once(monkeypatch, Accumulated, "fold", KeyboardInterrupt())
     with loop.record() as recorder:
@@ -206,7 +206,7 @@ def test_an_exception_before_the_first_step_leaves_a_store_that_opens(tmp_path, 
 def test_totals_that_are_being_written_are_not_changed(tmp_path, monkeypatch):
     """They are not copied for the writer, so whoever was interrupted in seal() waits before the next sum."""
     slow_disk(monkeypatch, 0.05)
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 1)
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 1)
     loop = Loop(tmp_path / "run", totals=["label"])
     with loop.record() as recorder:
         loop.train(recorder, 2)
@@ -390,7 +390,7 @@ def test_log_within_optimizer_step_belongs_to_the_step(tmp_path):
 
 
 def test_weights_edited_before_a_snapshot_is_due_are_not_stored_as_trained_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "SNAPSHOT_SHARE", 0)
+    monkeypatch.setattr(finished, "SNAPSHOT_SHARE", 0)
     loop = Loop(tmp_path / "run", chunk_bytes=1)
     with pytest.raises(UnexplainedError), loop.record() as recorder:
         loop.train(recorder, 3)
@@ -410,7 +410,7 @@ def test_weights_edited_before_a_snapshot_is_due_are_not_stored_as_trained_ones(
 def test_an_exception_while_it_closes(tmp_path, monkeypatch, error, moment):
     """Whatever it is, the steps are stored and the folder is unlocked. An exception from outside waits until all is done."""
     owner, name = {
-        "snapshot_of": (recording, "snapshot_of"),
+        "snapshot_of": (finished, "snapshot_of"),
         "EditWatch.edits": (EditWatch, "edits"),
         "StepBuilder.retire": (StepBuilder, "retire"),
         "Files.publish": (files, "flush_folder"),

@@ -81,20 +81,11 @@ def test_what_no_rule_covers_inside_an_attention_is_named(path):
     assert_exact(run.dual)
 
 
-def compiled(model):
-    model.compile(backend="eager")
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch about itself
 @pytest.mark.parametrize(
     ("wrapped", "words"),
     [
         (nn.DataParallel, r"DataParallel runs copies of the model.*record\(model\.module, …\)"),
-        (torch.compile, r"compiled \(torch\.compile\).*Record the model without compiling it"),
-        (compiled, r"compiled \(torch\.compile\)"),
         (lambda model: nn.Sequential(nn.DataParallel(model)), "DataParallel runs copies"),
-        (lambda model: nn.Sequential(torch.compile(model)), r"compiled \(torch\.compile\)"),
     ],
 )
 def test_models_that_run_as_something_else_are_refused(path, wrapped, words):

@@ -8,50 +8,50 @@ from torch import nn
 from dualform.native.kernels import kernels
 from dualform.projection import Looked
 from dualform.record.audit import explain
-from dualform.record.parameters import PARTS, Link, ParameterLedger
+from dualform.record.parameters import PARTS, PassShare, RecordedParameter
 from dualform.record.projections import Projections
 
 SHAPES = ((100, 300), (7, 33), (1, 5), (40,), (6, 3, 5, 5), (500, 400))
 
 
-def ledgers(dtype: torch.dtype = torch.float32) -> list[ParameterLedger]:
+def parameters(dtype: torch.dtype = torch.float32) -> list[RecordedParameter]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for number, shape in enumerate(SHAPES):
         value = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        made.append(ParameterLedger(number, f"{number}", value, 5, vector=len(shape) == 1))
+        made.append(RecordedParameter(number, f"{number}", value, 5, vector=len(shape) == 1))
     return made
 
 
-def look_all(made: list[ParameterLedger], tensors: list[torch.Tensor]) -> list[Looked]:
+def look_all(made: list[RecordedParameter], tensors: list[torch.Tensor]) -> list[Looked]:
     projections = Projections(made)
     projections.before_update(tensors, [None] * len(made))
     return [projections.seen(place) for place in range(len(made))]
 
 
-def remembering(made: list[ParameterLedger]) -> Projections:
+def remembering(made: list[RecordedParameter]) -> Projections:
     projections = Projections(made)
     projections.remember()
     return projections
 
 
-def like(made: list[ParameterLedger]) -> list[torch.Tensor]:
-    return [torch.randn_like(one.parameter).detach() for one in made]
+def like(made: list[RecordedParameter]) -> list[torch.Tensor]:
+    return [torch.randn_like(one.tensor).detach() for one in made]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_loop_gives_what_each_parameter_gives(dtype: torch.dtype) -> None:
-    made = ledgers(dtype)
+    made = parameters(dtype)
     tensors = like(made)
-    for ledger, tensor, seen in zip(made, tensors, look_all(made, tensors), strict=True):
-        alone = ledger.look(tensor)
+    for parameter, tensor, seen in zip(made, tensors, look_all(made, tensors), strict=True):
+        alone = parameter.look(tensor)
         assert seen.shape == alone.shape
         size = float(tensor.norm()) if tensor.numel() else 0.0
         assert np.abs(seen - alone).max(initial=0) <= 8 * torch.finfo(dtype).eps * size
 
 
 def test_tensors_that_are_not_contiguous() -> None:
-    made = ledgers()
+    made = parameters()
     tensors = like(made)
     turned = [t.T.contiguous().T if t.dim() == 2 else t for t in tensors]
     for one, two in zip(look_all(made, tensors), look_all(made, turned), strict=True):
@@ -60,13 +60,13 @@ def test_tensors_that_are_not_contiguous() -> None:
 
 
 def test_a_weight_without_columns() -> None:
-    weight = ParameterLedger(0, "weight", nn.Parameter(torch.empty(5, 0)), 5, vector=False)
-    assert look_all([weight], [weight.parameter])[0].tolist() == [0.0] * 5
+    weight = RecordedParameter(0, "weight", nn.Parameter(torch.empty(5, 0)), 5, vector=False)
+    assert look_all([weight], [weight.tensor])[0].tolist() == [0.0] * 5
     assert not weight.changed()
 
 
 def test_a_sparse_gradient() -> None:
-    table = ParameterLedger(0, "table", nn.Parameter(torch.zeros(50, 9)), 5, vector=False)
+    table = RecordedParameter(0, "table", nn.Parameter(torch.zeros(50, 9)), 5, vector=False)
     gradient = torch.randn(50, 9)
     seen = look_all([table], [gradient.to_sparse()])[0]
     assert np.abs(seen - table.look(gradient)).max() <= 1e-5
@@ -74,19 +74,19 @@ def test_a_sparse_gradient() -> None:
 
 @pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
 def test_untouched_parameters_are_unchanged() -> None:
-    made = ledgers()
+    made = parameters()
     projections = remembering(made)
     assert all(projections.unchanged() for _ in range(2 * PARTS))
-    made[0].parameter.data.mul_(1)  # counted by nobody, and changes nothing
+    made[0].tensor.data.mul_(1)  # counted by nobody, and changes nothing
     assert all(projections.unchanged() for _ in range(2 * PARTS))
 
 
 @pytest.mark.parametrize("place", [0, 1, 3, 4, 5])
 def test_an_uncounted_edit_is_seen_once_its_part_is_compared(place: int) -> None:
     """… and by whom it is told: who asks each parameter must look at the same part."""
-    made = ledgers()
+    made = parameters()
     projections = remembering(made)
-    flat = made[place].parameter.data.view(-1)
+    flat = made[place].tensor.data.view(-1)
     flat[-1] += 10.0
     told = []
     for _ in range(PARTS):
@@ -96,56 +96,56 @@ def test_an_uncounted_edit_is_seen_once_its_part_is_compared(place: int) -> None
 
 
 def test_an_edit_that_pytorch_counts_is_seen_at_once() -> None:
-    made = ledgers()
+    made = parameters()
     projections = remembering(made)
     with torch.no_grad():
-        made[5].parameter[3, 4] += 10
+        made[5].tensor[3, 4] += 10
     assert not projections.unchanged()
     assert [one.number for one in made if one.changed()] == [5]
 
 
 def test_nan_is_left_to_the_parameter_itself() -> None:
-    made = ledgers()
+    made = parameters()
     with torch.no_grad():
-        made[0].parameter[:] = torch.nan
+        made[0].tensor[:] = torch.nan
     assert not remembering(made).unchanged()
     assert not any(one.changed() for one in made)
 
 
 @pytest.mark.skipif(kernels() is None, reason="the loops in C are not compiled")
 def test_gradients_and_parameters_before_an_update() -> None:
-    made = ledgers()
+    made = parameters()
     projections, tensors = remembering(made), like(made)
-    links = [Link(None, seen.copy(), 1.0, task=0) for seen in look_all(made, tensors)]
+    shares = [PassShare(None, seen.copy(), 1.0, task=0) for seen in look_all(made, tensors)]
     told = []
     for turn in range(2 * PARTS):
         if turn == PARTS:
-            made[0].parameter.data[-1] += 10
-        same = projections.before_update(tensors, links)
+            made[0].tensor.data[-1] += 10
+        same = projections.before_update(tensors, shares)
         told.append(same)
         assert same or [one.number for one in made if one.changed()] == [0]
     assert told.count(False) == 1
     assert told[:PARTS] == [True] * PARTS
-    for place, (ledger, tensor) in enumerate(zip(made, tensors, strict=True)):
-        assert projections.seen(place) == pytest.approx(ledger.look(tensor), abs=1e-3)
+    for place, (parameter, tensor) in enumerate(zip(made, tensors, strict=True)):
+        assert projections.seen(place) == pytest.approx(parameter.look(tensor), abs=1e-3)
 
 
 def test_hand_out_tells_each_parameter_what_was_remembered() -> None:
-    made = ledgers()
+    made = parameters()
     projections = remembering(made)
     with torch.no_grad():
-        made[0].parameter.mul_(2)
+        made[0].tensor.mul_(2)
     projections.remember()
     projections.hand_out()
     assert not any(one.changed() for one in made)
 
 
 def test_a_missing_gradient_changes_nothing_for_the_others() -> None:
-    made = ledgers()
+    made = parameters()
     projections, tensors = remembering(made), like(made)
-    links = [Link(None, seen.copy(), 1.0, task=0) for seen in look_all(made, tensors)]
+    shares = [PassShare(None, seen.copy(), 1.0, task=0) for seen in look_all(made, tensors)]
     some = [None if place == 2 else tensor for place, tensor in enumerate(tensors)]
-    projections.before_update(some, links)
+    projections.before_update(some, shares)
     if kernels() is not None:
         found = [projections.verdict(place) for place in range(len(made)) if place != 2]
         assert all(one is not None and one.explained for one in found)
@@ -186,18 +186,18 @@ def test_compiled_verdicts_equal_the_plain_ones(added: Looked, scale: float, gra
 
     Of noise the loop says only that it is noise: the plain way then projections at the other parameters.
     """
-    bias = ParameterLedger(0, "bias", nn.Parameter(torch.zeros(20)), 5, vector=True)
-    weight = ParameterLedger(1, "weight", nn.Parameter(torch.zeros(20, 1)), 5, vector=False)
-    links = [Link(None, added, scale, task=0), Link(None, added * float(weight.random[0, 0]), scale, task=0)]
+    bias = RecordedParameter(0, "bias", nn.Parameter(torch.zeros(20)), 5, vector=True)
+    weight = RecordedParameter(1, "weight", nn.Parameter(torch.zeros(20, 1)), 5, vector=False)
+    shares = [PassShare(None, added, scale, task=0), PassShare(None, added * float(weight.random[0, 0]), scale, task=0)]
     tensors = [torch.tensor(gradient, dtype=torch.float32), torch.tensor(gradient, dtype=torch.float32)[:, None]]
     bias.roundoff = weight.roundoff = roundoff
     projections = Projections([bias, weight])
     with np.errstate(all="ignore"):
-        projections.before_update(tensors, links)
-        for place, link in enumerate(links):
+        projections.before_update(tensors, shares)
+        for place, share in enumerate(shares):
             verdict = projections.verdict(place)
             assert verdict is not None
-            wanted = explain([link], projections.seen(place), roundoff)
+            wanted = explain([share], projections.seen(place), roundoff)
             assert verdict.determined == wanted.determined
             if not wanted.determined:
                 continue

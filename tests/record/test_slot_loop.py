@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dualform.native.kernels import kernels
-from dualform.record.parameters import ParameterLedger
-from dualform.record.slot_loop import Slots, Taker, Taking
+from dualform.record.parameters import RecordedParameter
+from dualform.record.slot_loop import LoopPlan, SlotLoop, Slots
 from dualform.store.encoding import EncodeRequest, decode, encode_all
 from dualform.store.memory import Pool
 
@@ -29,15 +29,15 @@ def drawn(count: int, d_in: int, d_out: int, k: int, seed: int = 0, spread: floa
 
 
 def slots(keys: Any, errors: Any, random: Any, kept: bool = True) -> Slots:
-    weight = ParameterLedger(0, "weight", nn.Parameter(torch.zeros(errors.shape[1], keys.shape[1])), 0, vector=False)
-    bias = ParameterLedger(1, "bias", nn.Parameter(torch.zeros(errors.shape[1])), 0, vector=True)
+    weight = RecordedParameter(0, "weight", nn.Parameter(torch.zeros(errors.shape[1], keys.shape[1])), 0, vector=False)
+    bias = RecordedParameter(1, "bias", nn.Parameter(torch.zeros(errors.shape[1])), 0, vector=True)
     weight.random, weight.columns = random, random.shape[1]
-    return Slots(keys, errors, Taking(weight, bias, "key", "error", kept))
+    return Slots(keys, errors, LoopPlan(weight, bias, "key", "error", kept))
 
 
 def taken(keys: Any, errors: Any, random: Any, dtype: str = "float16", kept: bool = True) -> Slots:
     found = slots(keys, errors, random, kept)
-    assert Taker(dtype, Pool()).take([found])
+    assert SlotLoop(dtype, Pool()).take([found])
     assert found.taken
     assert found.key_copy is not None
     return found
@@ -92,7 +92,7 @@ def test_it_tells_which_error_signals_are_zero(kept: bool) -> None:
 
 def test_flags_of_an_earlier_call_are_forgotten() -> None:
     keys, errors, random = drawn(20, 4, 3, 1)
-    call, taker = slots(keys, errors, random), Taker("float32", Pool())
+    call, taker = slots(keys, errors, random), SlotLoop("float32", Pool())
     assert taker.take([call])
     assert call.silent is not None
     call.errors = torch.ones_like(errors)
@@ -148,7 +148,7 @@ def test_what_it_cannot_take_is_left_to_the_plain_way(odd: Any) -> None:
     keys, errors, random = drawn(20, 30, 7, 1, spread=0)
     pool = Pool()
     calls = [slots(keys, errors, random), slots(*odd(keys, errors), random), slots(2 * keys, errors, random)]
-    assert not Taker("float16", pool).take(calls)
+    assert not SlotLoop("float16", pool).take(calls)
     before, odd_one, after = calls
     assert not odd_one.taken
     pool._take_back()
@@ -165,7 +165,7 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
     sizes = [(1, 5, 3, 1), (128, 300, 90, 1), (0, 4, 4, 2), (61, 40, 7, 3), (9, 784, 10, 2)]
     given = [drawn(*size, seed=seed) for seed, size in enumerate(sizes)]
     together = [slots(*one) for one in given]
-    Taker(dtype, Pool()).take(together)
+    SlotLoop(dtype, Pool()).take(together)
     alone = [taken(*one, dtype) for one in given]
     for one, other in zip(together, alone, strict=True):
         assert one.taken
@@ -185,7 +185,7 @@ def test_calls_of_all_sizes_are_taken_together_as_each_alone(threads: int, dtype
 def test_calls_that_come_together_again_share_memory_that_comes_back(threads: int, dtype: str) -> None:
     """… whatever comes between: another number of slots, other calls, calls of different lengths."""
     pool = Pool(slab_bytes=1 << 16)
-    taker = Taker(dtype, pool)
+    taker = SlotLoop(dtype, pool)
     layers = [drawn(12, width, outputs, 1, seed=width) for width, outputs in ((40, 7), (7, 5), (5, 3))]
     hows = [slots(*one).how for one in layers]
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from dualform import projection
 from dualform.errors import UnexplainedError
 from dualform.layers import rules
 from dualform.record import begin
-from dualform.record.passes import LayerLedger
+from dualform.record.recorded import RecordedLayer
 
 CHANNELS, CLASSES, STEPS = 4, 3, 5
 OPTIMIZERS = {
@@ -248,16 +248,16 @@ def assert_refused(tmp_path, network, *, batch="different rows", **settings):
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("network", FAULTY)
 def test_a_slot_changed_by_a_tenth_is_refused(tmp_path, monkeypatch, network, passes):
-    read = LayerLedger.read
+    read = RecordedLayer.read
 
-    def changed(ledger, task, visit, found, layout):
+    def changed(layer, task, visit, found, layout):
         found.keys = found.keys.clone()
         found.keys[0] *= 1.1
         found.errors = found.errors.clone()
         found.errors[0] *= 1.1
-        return read(ledger, task, visit, found, layout)
+        return read(layer, task, visit, found, layout)
 
-    monkeypatch.setattr(LayerLedger, "read", changed)
+    monkeypatch.setattr(RecordedLayer, "read", changed)
     assert_refused(tmp_path, network, passes=passes)
 
 
@@ -350,8 +350,8 @@ def test_bounds_are_above_the_absolute_terms(make, offset):
         mean = torch.zeros(1)
         deviation = torch.full((1,), 1 + 1e-5).sqrt()
     terms = error.abs() * ((groups.abs() + mean.abs()) / deviation).reshape(6, 4)
-    [watch] = rules.rule_for(module).watch(module, ((given,), {}), module(given), None)
-    [found] = watch.slots([error])
+    source = rules.rule_for(module).slot_source(module, ((given,), {}), module(given), None)
+    [found] = source.slots([error])
     root_of_count = math.sqrt(6)
     assert terms.sum(0).norm() <= root_of_count * found.key_terms <= 20 * terms.sum(0).norm()
     assert error.abs().sum(0).norm() <= root_of_count * found.error_terms <= 3 * error.abs().sum(0).norm()
@@ -382,7 +382,7 @@ def test_single_rows_that_nearly_cancel_in_the_random_matrix_are_not_refused(tmp
     model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, CLASSES)).to(dtype)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:
-        [column] = next(iter(recorder._recording._ledger.parameters.values())).random.T
+        [column] = next(iter(recorder._recording._passes.parameters.values())).random.T
         for seen in (0.0, 1e-6, 1e-4, 1e-2):
             row = torch.randn(1, inputs, dtype=dtype)
             row += (seen - row @ column) * column / (column @ column)

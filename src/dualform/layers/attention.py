@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualform.layers.autocast import Autocast
-from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
+from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Layer, Use, joined
 
 PARTS = ("q", "k", "v")
@@ -49,8 +49,8 @@ def begin(module: nn.Module) -> Tensor | None:
     return torch.get_rng_state() if module.training and module.dropout > 0 else None
 
 
-def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
-    """One watch: what comes out."""
+def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
+    """Where the slots of a call come from: its own function, once more."""
     assert isinstance(module, nn.MultiheadAttention)
     given = _SIGNATURE.bind(module, *arguments[0], **arguments[1])
     given.apply_defaults()
@@ -62,11 +62,11 @@ def watch(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> l
     there = [t is not None and t.requires_grad for t in output]
     autocast = Autocast.now(inputs[0].device.type)
 
-    def slots(errors: Errors) -> list[Found]:
+    def slots(errors: Errors) -> list[LayerSlots]:
         with autocast.again():
             return _slots(module, inputs, options, begun, training, errors, there)
 
-    return [Watch(outputs, slots, inputs[0])]
+    return SlotSource(outputs, slots, inputs[0])
 
 
 def _slots(
@@ -77,7 +77,7 @@ def _slots(
     training: bool,
     errors: Errors,
     there: list[bool],
-) -> list[Found]:
+) -> list[LayerSlots]:
     single = inputs[0].dim() == 2
     inputs = [t.detach().unsqueeze(1) if single else t.detach() for t in inputs]
     swapped = module.batch_first and not single
@@ -91,7 +91,7 @@ def _slots(
     turned = [context.detach().transpose(0, 1) if swapped else context.detach()]
     keys = [*inputs, *turned]
     if errors is None:
-        return [Found(name, key, None, axis) for name, key in zip((*PARTS, "out_proj"), keys, strict=True)]
+        return [LayerSlots(name, key, None, axis) for name, key in zip((*PARTS, "out_proj"), keys, strict=True)]
     left = list(errors)
     of_output = left.pop(0) if there[0] else None
     of_weights = left.pop(0) if len(there) > 1 and there[1] else None
@@ -111,7 +111,7 @@ def _slots(
     back = [error.transpose(0, 1) if swapped else error for error in found]
     terms = [*_sizes_of_terms(module, projected, slopes[0], of_weights, training), 0.0]
     every = zip((*PARTS, "out_proj"), keys, (*back, of_output), terms, strict=True)
-    return [Found(name, key, error, axis, error_terms=size) for name, key, error, size in every]
+    return [LayerSlots(name, key, error, axis, error_terms=size) for name, key, error, size in every]
 
 
 def _sizes_of_terms(

@@ -67,11 +67,17 @@ class Copier:
         return made
 
     def _copy_module(self, module: nn.Module) -> nn.Module:
+        wrapped = getattr(module, "_orig_mod", None)
+        if isinstance(wrapped, nn.Module):  # by torch.compile: a copy runs as the plain module does
+            plain: nn.Module = self.copy(wrapped)
+            return self._keep(module, plain)
         made: nn.Module = object.__new__(type(module))
         self._keep(module, made)  # before its parts: they may refer to it
         self.modules[id(module)] = made
         for name, value in vars(module).items():
-            if name in _HOOKS:
+            if name == "_compiled_call_impl":
+                vars(made)[name] = None
+            elif name in _HOOKS:
                 # Hooks may have effects elsewhere, except those that compute a weight
                 vars(made)[name] = OrderedDict((key, hook) for key, hook in value.items() if _computes_weight(hook))
             else:

@@ -85,8 +85,8 @@ def unroll(
 ) -> list[Unrolled]:
     """Keys and error signals of one call of a module, for each layer and direction; rows in the caller's order.
 
-    errors: the gradients of `outputs(module(*args, **kwargs))` as autograd gives them; None is zero. An initial state
-    counts as constant. rng: the CPU's random state just before the call, needed for dropout between layers. autocast: as it was
+    errors: the gradients of `outputs(module(*args, **kwargs))` by what is done with each of them outside the module (nn.LSTMCell
+    computes h from the c that it returns); None is zero. An initial state counts as constant. rng: the CPU's random state just before the call, needed for dropout between layers. autocast: as it was
     during the call; then error signals have its 16-bit type.
     """
     is_cast = autocast is not None and autocast.is_on
@@ -138,10 +138,6 @@ class _Call:
         self.weights = [[weight.detach() for weight in group] for group in _weights(module)]
         self.hidden = self.weights[0][1].shape[1]
         self.sides = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
-        # Does the gradient of nn.LSTMCell's c count what comes through h? torch computes h from the very c that it
-        # returns, but not for a single vector, where it returns a view, nor where the cell is one operation
-        single = outputs(entry)[0].dim() == 1
-        self.linked = isinstance(module, nn.LSTMCell) and not single and entry.device.type not in ("cuda", "xpu")
         self.packed = entry if isinstance(entry, PackedSequence) else None
         self.x = self.sequence(outputs(entry)[0])
         self.alive = None if self.packed is None else self.sequence(torch.ones_like(self.packed.data[:, :1])) > 0
@@ -282,8 +278,6 @@ def _errors(call: _Call, walks: list[_Walk], output: Tensor, errors: Sequence[Te
     for value, error in zip(values, errors, strict=True):
         laid_out = call.sequence if value is output else call.stacked
         grads.append(torch.zeros_like(value) if error is None else laid_out(error).to(value.dtype))
-    if call.linked and errors[1] is not None:
-        grads[1] = grads[1] - torch.autograd.grad(ends[0], walks[0].state[1], grads[0], retain_graph=True)[0]
     wanted = [tensor for walk in walks for tensor in (walk.pre, *(walk.of_hidden or ()))]
     found = iter(torch.autograd.grad(values, wanted, grads))
     return [_of_gates(next(found), [next(found) for _ in walk.of_hidden or ()]) for walk in walks]

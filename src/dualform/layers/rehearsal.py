@@ -25,10 +25,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualform.errors import DualformError
-from dualform.layers.found import Arguments, Found
 from dualform.layers.module_copy import Copier
 from dualform.layers.rows import Fingerprints, Lead, fingerprints
 from dualform.layers.rules import Rule, rule_for
+from dualform.layers.slot_source import Arguments, LayerSlots
 from dualform.layers.streams import joined
 
 SHUFFLING_SEED = 2
@@ -67,7 +67,7 @@ class Calls:
 
     by_layer: dict[str, list[Input]] = field(default_factory=dict)
 
-    def add(self, layer: str, found: Found, ordered_by: str) -> None:
+    def add(self, layer: str, found: LayerSlots, ordered_by: str) -> None:
         """Note a call of a layer."""
         lead = found.keys.dim() - 1 if found.lead is None else found.lead
         shape = tuple(found.keys.shape[:lead])
@@ -118,9 +118,9 @@ def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls, watching: _Wat
         begun[:] = [rule.begin(module) if rule.begin else None]
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-            for found in watch.slots(None):
-                calls.add(joined(name, found.layer), found, watching.ordered_by)
+        source = rule.slot_source(module, (args, kwargs), output, begun.pop() if begun else None)
+        for found in source.slots(None):
+            calls.add(joined(name, found.layer), found, watching.ordered_by)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, with_kwargs=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dualform.layers.found import Arguments
 from dualform.layers.rows import RowMap
+from dualform.layers.slot_source import Arguments
 
 LONGEST_OPTION = 32
 """Texts up to this long may be options of a forward pass, such as mode="train"."""

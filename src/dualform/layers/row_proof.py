@@ -19,7 +19,6 @@ from fnmatch import fnmatchcase
 import numpy as np
 from torch import Tensor, nn
 
-from dualform.layers.found import Arguments
 from dualform.layers.rehearsal import Calls, rehearse
 from dualform.layers.row_arguments import (
     Placement,
@@ -45,6 +44,7 @@ from dualform.layers.rows import (
     reading_of_module,
     readings,
 )
+from dualform.layers.slot_source import Arguments
 
 MOST_TRIES = 3
 """How many batches of a kind are tried if the first does not settle where the rows are."""

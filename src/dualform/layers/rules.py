@@ -1,14 +1,16 @@
 """The table of layer types. A new type is one short function below (or in a file of its own) and one line in RULES.
 
-A rule says which linear maps a module has (`layers`) and, when it has run, where its slots come from (`watch`): the tensors
-whose gradients are needed, and a function that turns these gradients into keys and error signals.
+A rule says which linear maps a module has (`layers`), which tensors of its forward pass are needed for its slots (`saved`), and how
+these and the gradient of its output make keys and error signals (`slots`). Modules that hide their linear maps inside one operation
+(attention, recurrent layers) are computed once more in the backward pass instead (`replay`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from torch.nn.utils import parametrize
 
 from dualform.layers import attention, recurrent
 from dualform.layers.autocast import Autocast
-from dualform.layers.found import Arguments, Errors, Found, Naming, Watch
 from dualform.layers.keys import Maps
+from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Geometry, Layer, Use, joined
 
 
@@ -29,14 +31,29 @@ class Rule:
 
     layers: Callable[[nn.Module, str, Naming], list[Layer]]
     """(module, its name, names of its parameters) → its linear maps."""
-    watch: Callable[[nn.Module, Arguments, Any, Any], list[Watch]]
-    """(module, the forward's arguments, what it returned, what `begin` gave) → where its slots come from."""
+    saved: Callable[[nn.Module, Arguments], tuple[Tensor, ...]] | None = None
+    """(module, the forward's arguments) → the tensors that its slots are computed from, the key first."""
+    slots: Callable[[nn.Module, Sequence[Tensor], Errors], list[LayerSlots]] | None = None
+    """(module, what was saved, the gradient of its output) → its slots."""
+    replay: Callable[[nn.Module, Arguments, Any, Any], SlotSource] | None = None
+    """Instead of `saved` and `slots`, for modules that are computed once more in the backward pass: (module, the forward's arguments,
+    what it returned, what `begin` gave) → where its slots come from."""
     begin: Callable[[nn.Module], Any] | None = None
     """Called before the forward pass, if there is something to remember."""
     refusal: Callable[[nn.Module], str | None] = lambda module: None
     """Why a module of this type cannot be recorded, or None."""
-    key: str = ""
-    """The name of the argument that is the key, if what came in is that, and the gradient of what came out the error signal."""
+
+    def slot_source(self, module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
+        """Where the slots of a call come from, once the module has run.
+
+        output: what it returned, or aliases of that, so that gradients are those of what is done with it outside the module.
+        """
+        if self.replay is not None:
+            return self.replay(module, arguments, output, begun)
+        assert self.saved is not None
+        assert self.slots is not None
+        saved = self.saved(module, arguments)
+        return SlotSource([output], partial(self.slots, module, saved), saved[0])
 
 
 def _first(arguments: Arguments, name: str = "input") -> Tensor:
@@ -45,14 +62,17 @@ def _first(arguments: Arguments, name: str = "input") -> Tensor:
     return value
 
 
-def _plain(key: Tensor, output: Tensor) -> list[Watch]:
-    """There is a key, and the error signal is that of what came out."""
-    return [Watch([output], lambda errors: [Found("", key, None if errors is None else errors[0])], key)]
+def _save_input(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
+    return (_first(arguments),)
 
 
-def _as_it_came(layers: Callable[[nn.Module, str, Naming], list[Layer]], key: str) -> Rule:
-    """The key is what came in, under this name."""
-    return Rule(layers, lambda module, arguments, output, begun: _plain(_first(arguments, key), output), key=key)
+def _save_x(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
+    return (_first(arguments, "x"),)
+
+
+def _input_and_error(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
+    """The key is what came in, and the error signal is that of what came out."""
+    return [LayerSlots("", saved[0], None if errors is None else errors[0])]
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
@@ -79,21 +99,16 @@ def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
 
 
-def _watch_embedding(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.Embedding)
-    numbers = _first(arguments)
-    padding, by_frequency = module.padding_idx, module.scale_grad_by_freq
-
-    def slots(errors: Errors) -> list[Found]:
-        error = None if errors is None else errors[0]
-        if error is not None and padding is not None:
-            error = error.masked_fill((numbers == padding).unsqueeze(-1), 0)
-        if error is not None and by_frequency:
-            _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
-            error = error / counts[inverse].unsqueeze(-1)
-        return [Found("", numbers.unsqueeze(-1), error)]
-
-    return [Watch([output], slots, numbers)]
+    numbers = saved[0]
+    error = None if errors is None else errors[0]
+    if error is not None and module.padding_idx is not None:
+        error = error.masked_fill((numbers == module.padding_idx).unsqueeze(-1), 0)
+    if error is not None and module.scale_grad_by_freq:
+        _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+        error = error / counts[inverse].unsqueeze(-1)
+    return [LayerSlots("", numbers.unsqueeze(-1), error)]
 
 
 def _embedding_refusal(module: nn.Module) -> str | None:
@@ -125,17 +140,16 @@ def _convolution(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "convolution", geometry.patch, module.out_channels, uses, form="maps", geometry=geometry)]
 
 
-def _watch_convolution(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+def _convolution_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.modules.conv._ConvNd)
-    maps, single = _first(arguments), output.dim() == len(module.kernel_size) + 1
-
-    def slots(errors: Errors) -> list[Found]:
-        error = None if errors is None else errors[0]
-        error = error.unsqueeze(0) if error is not None and single else error
-        apart = None if error is None else error.flatten(2).transpose(1, 2)
-        return [Found("", maps.unsqueeze(0) if single else maps, apart, lead=1)]
-
-    return [Watch([output], slots, maps)]
+    maps = saved[0]
+    error = None if errors is None else errors[0]
+    is_single = maps.dim() == len(module.kernel_size) + 1
+    if is_single:
+        maps = maps.unsqueeze(0)
+        error = None if error is None else error.unsqueeze(0)
+    by_position = None if error is None else error.flatten(2).transpose(1, 2)
+    return [LayerSlots("", maps, by_position, lead=1)]
 
 
 # Elementwise weights of normalisations
@@ -149,43 +163,48 @@ def _affine(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     return [Layer(name, "elementwise", weight.numel(), weight.numel(), uses, form="parts")]
 
 
-def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+def _save_for_affine(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
     given = _first(arguments, "x" if isinstance(module, nn.RMSNorm) else "input")
-    statistics = _running(module)
+    return (given, *_running(module))
+
+
+def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
+    given, *statistics = saved
     axes = module.get_parameter("weight").dim()
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-
-    def slots(errors: Errors) -> list[Found]:
-        if errors is None:  # there are no keys; this shows where the rows are
-            return [Found("", given, None, lead=1 if by_channel else given.dim() - axes)]
-        if errors[0] is None:
-            return []
-        error = errors[0]
-        normal, shift = _normalised(module, given.detach(), statistics)
-        parts = error * normal
-        positions = math.prod(error.shape[2:]) if by_channel else 1
-        key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
-        error_terms = math.sqrt(positions) * _norm(error)
-        if by_channel:  # (rows, channels, …): one slot a row
-            parts, error = (t.flatten(2).sum(2) if t.dim() > 2 else t for t in (parts, error))
-        else:
-            parts, error = parts.flatten(-axes), error.flatten(-axes)
-        return [Found("", parts, error, key_terms=key_terms, error_terms=error_terms)]
-
-    return [Watch([output], slots, given)]
+    if errors is None:  # there are no keys; this shows where the rows are
+        return [LayerSlots("", given, None, lead=1 if by_channel else given.dim() - axes)]
+    error = errors[0]
+    if error is None:
+        return []
+    normal, shift = _normalised(module, given.detach(), statistics)
+    parts = error * normal
+    positions = math.prod(error.shape[2:]) if by_channel else 1
+    key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
+    error_terms = math.sqrt(positions) * _norm(error)
+    if by_channel:
+        parts = _sum_over_positions(parts)
+        error = _sum_over_positions(error)
+    else:
+        parts = parts.flatten(-axes)
+        error = error.flatten(-axes)
+    return [LayerSlots("", parts, error, key_terms=key_terms, error_terms=error_terms)]
 
 
-def _running(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+def _sum_over_positions(tensor: Tensor) -> Tensor:
+    """(rows, channels, …) → (rows, channels): one slot a row."""
+    return tensor.flatten(2).sum(2) if tensor.dim() > 2 else tensor
+
+
+def _running(module: nn.Module) -> tuple[Tensor, ...]:
     """The running statistics that a batch normalisation in evaluation mode has just used."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.training and module.running_mean is not None:
         assert module.running_var is not None
         return module.running_mean.clone(), module.running_var.clone()
-    return None
+    return ()
 
 
-def _normalised(
-    module: nn.Module, given: Tensor, statistics: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor | None]:
+def _normalised(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """The normalised input before weight and bias, and its shift: mean / deviation, None if the mean is not subtracted.
 
     The shift has a last axis of size 1, to be broadcast over what shares a mean (`_by_mean`).
@@ -205,7 +224,7 @@ def _normalised(
         )
         return normal, (mean * scale).unsqueeze(2)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    if statistics is None:
+    if not statistics:
         normal, mean, scale = torch.native_batch_norm(given, None, None, None, None, True, 0.0, module.eps)
     else:
         mean, variance = statistics
@@ -269,50 +288,51 @@ def _begin_recurrent(module: nn.Module) -> Tensor | None:
     return torch.get_rng_state() if module.training and float(getattr(module, "dropout", 0.0)) else None
 
 
-def _watch_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
+def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
     outputs = recurrent.outputs(output)
     several = len(recurrent.names(module)) > 1
     shown, version = outputs[0].detach(), outputs[0]._version
     autocast = Autocast.now(outputs[0].device.type)
 
-    def slots(errors: Errors) -> list[Found]:
+    def slots(errors: Errors) -> list[LayerSlots]:
         intact = errors is None and shown._version == version  # not so after a dropout in place
         keys = recurrent.shown_keys(module, arguments, shown) if intact else None
         if keys is not None:
-            return [Found("", keys, None, axis=1)]
+            return [LayerSlots("", keys, None, axis=1)]
         unrolled = recurrent.unroll(module, arguments, errors, begun, autocast)
         return [
-            Found(
+            LayerSlots(
                 u.name if several else "",
                 u.keys,
                 u.errors,
                 axis=1,
                 partial_sums=len(u.keys),  # one for each time
-                is_rounded_otherwise=isinstance(module, nn.LSTM),  # one operation, which rounds inside
+                errors_recomputed=isinstance(module, nn.LSTM),  # one operation, which rounds inside
             )
             for u in unrolled
         ]
 
     given = _first(arguments)
     came = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
-    return [Watch(outputs, slots, came, keys=lambda: slots(None))]
+    return SlotSource(outputs, slots, came, keys=lambda: slots(None))
 
 
-_AFFINE = Rule(_affine, _watch_affine)
-_RECURRENT = Rule(_recurrent, _watch_recurrent, _begin_recurrent, recurrent.refusal)
+_CONVOLUTION = Rule(_convolution, _save_input, _convolution_slots)
+_AFFINE = Rule(_affine, _save_for_affine, _affine_slots)
+_RECURRENT = Rule(_recurrent, replay=_replay_recurrent, begin=_begin_recurrent, refusal=recurrent.refusal)
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _as_it_came(_linear, "input"),
-    nn.Embedding: Rule(_embedding, _watch_embedding, refusal=_embedding_refusal),
-    nn.Conv1d: Rule(_convolution, _watch_convolution),
-    nn.Conv2d: Rule(_convolution, _watch_convolution),
-    nn.Conv3d: Rule(_convolution, _watch_convolution),
+    nn.Linear: Rule(_linear, _save_input, _input_and_error),
+    nn.Embedding: Rule(_embedding, _save_input, _embedding_slots, refusal=_embedding_refusal),
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
     nn.LayerNorm: _AFFINE,
     nn.RMSNorm: _AFFINE,
     nn.GroupNorm: _AFFINE,
     nn.BatchNorm1d: _AFFINE,
     nn.BatchNorm2d: _AFFINE,
     nn.BatchNorm3d: _AFFINE,
-    nn.MultiheadAttention: Rule(attention.layers, attention.watch, attention.begin),
+    nn.MultiheadAttention: Rule(attention.layers, replay=attention.replay, begin=attention.begin),
     nn.LSTM: _RECURRENT,
     nn.GRU: _RECURRENT,
     nn.RNN: _RECURRENT,
@@ -320,7 +340,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.GRUCell: _RECURRENT,
     nn.RNNCell: _RECURRENT,
 }
-_CONV1D_OF_TRANSFORMERS = _as_it_came(_conv1d_of_transformers, "x")
+_CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _save_x, _input_and_error)
 
 
 def rule_for(module: nn.Module) -> Rule | None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, QuestionError
-from dualform.layers.found import Arguments, Found, Watch
 from dualform.layers.row_arguments import tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import Layout, reading_by_length, shape_text
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
+from dualform.layers.slot_source import Arguments, LayerSlots, SlotSource, map_tensors
 from dualform.layers.streams import Layer, joined
 
 
@@ -72,11 +72,11 @@ class _Call:
 
     module: str
     number: int
-    watch: Watch
+    source: SlotSource
 
     def is_among(self, nodes: set[Any]) -> bool:
         """Whether what it gave is among some nodes of the autograd graph."""
-        return any(output.grad_fn in nodes for output in self.watch.outputs)
+        return any(output.grad_fn in nodes for output in self.source.outputs)
 
 
 class _Listener:
@@ -112,10 +112,12 @@ class _Listener:
             begun[:] = [rule.begin(module) if rule.begin else None]
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            for watch in rule.watch(module, (args, kwargs), output, begun.pop() if begun else None):
-                number = sum(call.module == name for call in self.calls)
-                self.calls.append(_Call(name, number, watch))
-            return output.clone() if self._copy_outputs and isinstance(output, Tensor) else None
+            if self._copy_outputs:  # their gradients are those of what is done with them outside the module
+                output = map_tensors(output, Tensor.clone)
+            source = rule.slot_source(module, (args, kwargs), output, begun.pop() if begun else None)
+            number = sum(call.module == name for call in self.calls)
+            self.calls.append(_Call(name, number, source))
+            return map_tensors(output, Tensor.clone) if self._copy_outputs else None
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -150,9 +152,9 @@ def _run(
     collector = _Collector(layers, rows, axes, proof, chosen)
     slopes: Sequence[Any] = [None] * len(calls)
     if chosen is not None:
-        slopes = _slopes(chosen, [call.watch for call in calls])
+        slopes = _slopes(chosen, [call.source for call in calls])
     for call, slope in zip(calls, slopes, strict=True):
-        for found in call.watch.slots(slope):
+        for found in call.source.slots(slope):
             collector.add(call, found)
     return Run(collector.captured(), torch.zeros(rows) if chosen is None else chosen.detach())
 
@@ -170,7 +172,7 @@ class _Collector:
         self._queries: dict[str, list[Tensor]] = {}
         self._gradients: dict[str, list[Tensor]] = {}
 
-    def add(self, call: _Call, found: Found) -> None:
+    def add(self, call: _Call, found: LayerSlots) -> None:
         """Take in what one call showed of one layer."""
         layer = self._layers.get(joined(call.module, found.layer))
         if layer is None or (found.errors is None and self._target is not None):
@@ -183,11 +185,11 @@ class _Collector:
             gradients = self._gradients_of(call, found, found.errors, leading, where)
             self._gradients.setdefault(layer.name, []).append(gradients)
 
-    def _gradients_of(self, call: _Call, found: Found, errors: Tensor, leading: int, where: Layout) -> Tensor:
+    def _gradients_of(self, call: _Call, found: LayerSlots, errors: Tensor, leading: int, where: Layout) -> Tensor:
         if not where.is_shared or self._target is None:
             return _by_example(errors, leading, where, self._rows)
         # One backward pass gives the sum over all examples: each needs its own
-        by_example = [_errors_of(call.watch, found.layer, example) for example in self._target]
+        by_example = [_errors_of(call.source, found.layer, example) for example in self._target]
         return torch.cat([_by_example(one, leading, where, 1) for one in by_example])
 
     def captured(self) -> dict[str, Captured]:
@@ -231,7 +233,7 @@ def _prove(
         return Proof()
     shapes: dict[str, set[Hashable]] = {}
     for call in calls:
-        shapes.setdefault(call.module, set()).add(shape_class(call.watch.key, rows))
+        shapes.setdefault(call.module, set()).add(shape_class(call.source.key, rows))
     arguments = _arguments(inputs)
     proofs = _PROOFS.setdefault(model, Proofs())
     proof, _ = proofs.get(
@@ -240,7 +242,9 @@ def _prove(
     return proof
 
 
-def _layout(layer: str, call: _Call, found: Found, leading: int, rows: int, axes: BatchAxes, proof: Proof) -> Layout:
+def _layout(
+    layer: str, call: _Call, found: LayerSlots, leading: int, rows: int, axes: BatchAxes, proof: Proof
+) -> Layout:
     lead = tuple(found.keys.shape[:leading])
     where = axes.reading(layer, lead, rows, found.axis)
     if where is None:
@@ -266,10 +270,10 @@ def _by_example(tensor: Tensor, leading: int, where: Layout, rows: int) -> Tenso
     return slots.reshape(rows, positions, features)
 
 
-def _errors_of(watch: Watch, layer: str, example: Tensor) -> Tensor:
+def _errors_of(source: SlotSource, layer: str, example: Tensor) -> Tensor:
     """The error signals that one example's target gives a layer."""
-    [slopes] = _slopes(example, [watch])
-    for found in watch.slots(slopes):
+    [slopes] = _slopes(example, [source])
+    for found in source.slots(slopes):
         if found.layer == layer and found.errors is not None:
             return found.errors
     raise QuestionError(f"layer {layer!r} has no error signals for this target.")
@@ -365,15 +369,15 @@ def margin(
     return taken
 
 
-def _slopes(target: Tensor, watches: Sequence[Watch]) -> list[list[Tensor | None]]:
+def _slopes(target: Tensor, sources: Sequence[SlotSource]) -> list[list[Tensor | None]]:
     """∂target/∂output for every call of every layer; 0 where the target does not depend on it."""
-    outputs = [output for watch in watches for output in watch.outputs]
+    outputs = [output for source in sources for output in source.outputs]
     needed = [output for output in outputs if output.requires_grad]
     found = iter(torch.autograd.grad(target.sum(), needed, retain_graph=True, allow_unused=True) if needed else ())
     slopes: list[list[Tensor | None]] = []
-    for watch in watches:
+    for source in sources:
         mine: list[Tensor | None] = []
-        for output in watch.outputs:
+        for output in source.outputs:
             slope = next(found) if output.requires_grad else None
             mine.append(torch.zeros_like(output) if slope is None else slope)
         slopes.append(mine)

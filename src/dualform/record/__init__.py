@@ -1,4 +1,4 @@
-"""Recording: hooks capture, the ledger counts, the audit proves, the writer stores."""
+"""Recording: hooks capture, passes collect, the audit proves, the writer stores."""
 
 from dualform.record.begin import record
 from dualform.record.recorder import Recorder

@@ -2,7 +2,7 @@
 
 For a private random matrix R, grad @ R must equal Σ error_signal ⊗ (key · R): a matrix–vector product instead of a
 matrix product. Between backward passes a gradient may be scaled, zeroed, clipped or averaged; one number for each
-link of that chain is found by least squares, and what remains is the residual.
+share of that chain is found by least squares, and what remains is the residual.
 
 Every comparison is relative to the sizes of the terms, after they were scaled: a loss scale of 65,536 or a norm clipped to 1e-8 is ordinary.
 """
@@ -37,7 +37,7 @@ BETTER = 16.0
 
 
 @dataclass(slots=True)
-class Link:
+class Share:
     """One backward pass, as seen through R: what was in .grad before it, and what its slots say was added."""
 
     before: Seen | None
@@ -84,12 +84,12 @@ class _Sum:
     coarse: float = 0.0
     common: float = 0.0
 
-    def plus(self, link: Link) -> _Sum:
+    def plus(self, share: Share) -> _Sum:
         return _Sum(
-            expected=self.expected + link.added,
-            scale=self.scale + link.scale,
-            coarse=self.coarse + link.coarse,
-            common=self.common + link.common,
+            expected=self.expected + share.added,
+            scale=self.scale + share.scale,
+            coarse=self.coarse + share.coarse,
+            common=self.common + share.common,
         )
 
     def times(self, ratio: float) -> _Sum:
@@ -110,14 +110,14 @@ class _Sum:
         return size / rounding if rounding > 0 else math.inf
 
 
-def coarse_error(link_size: float, numel: int, dtype: torch.dtype, partial_sums: int = 1) -> float:
+def coarse_error(size: float, numel: int, dtype: torch.dtype, partial_sums: int = 1) -> float:
     """How far rounding to a 16-bit type may move a gradient, seen through R.
 
-    link_size: ‖gradient @ R‖, which is about ‖gradient‖ since the entries of R are about 1. partial_sums: how many sums were each rounded
+    size: ‖gradient @ R‖, which is about ‖gradient‖ since the entries of R are about 1. partial_sums: how many sums were each rounded
     before they were added up; a convolution may round once for each image.
     """
     info = torch.finfo(dtype)
-    relative = info.eps / 2 * math.sqrt(max(1, partial_sums)) * link_size
+    relative = info.eps / 2 * math.sqrt(max(1, partial_sums)) * size
     smallest = info.tiny * info.eps  # numbers below it vanish
     underflow = smallest * math.sqrt(numel)
     return COARSE_SLACK * (relative + underflow)
@@ -131,14 +131,14 @@ def coarse_error_of_terms(scale: float, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * scale
 
 
-def unaudited(links: Sequence[Link]) -> Verdict:
+def unaudited(shares: Sequence[Share]) -> Verdict:
     """For slots without error signals: a pass counts unless its gradient was gone when a later one began."""
-    gone = [n for n, link in enumerate(links) if link.before is None or not link.before.any()]
-    factors = [float(n >= max(gone, default=0)) for n in range(len(links))]
+    gone = [n for n, share in enumerate(shares) if share.before is None or not share.before.any()]
+    factors = [float(n >= max(gone, default=0)) for n in range(len(shares))]
     return Verdict(factors, math.nan, explained=True, size=math.nan)
 
 
-def explain(links: Sequence[Link], looked: Looked, roundoff: float, *, last_factor: float | None = None) -> Verdict:
+def explain(shares: Sequence[Share], looked: Looked, roundoff: float, *, last_factor: float | None = None) -> Verdict:
     """Find the factor of each backward pass.
 
     looked: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient, which is not zero, was
@@ -146,9 +146,9 @@ def explain(links: Sequence[Link], looked: Looked, roundoff: float, *, last_fact
     """
     seen = looked.astype(np.float64, copy=False)
     with np.errstate(all="ignore"):  # what has diverged may overflow
-        verdict = _chain(links, seen, roundoff, last_factor)
-        if not verdict.explained and 1 < len(links) <= seen.size // 2:
-            free = _least_squares(links, seen, roundoff)
+        verdict = _chain(shares, seen, roundoff, last_factor)
+        if not verdict.explained and 1 < len(shares) <= seen.size // 2:
+            free = _least_squares(shares, seen, roundoff)
             if free.explained:
                 return free
     return verdict
@@ -192,63 +192,63 @@ def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
     return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
 
 
-def explain_rounding(links: Sequence[Link], looked: Looked, roundoff: float) -> Verdict:
+def explain_rounding(shares: Sequence[Share], looked: Looked, roundoff: float) -> Verdict:
     """Explain a gradient as rounding that was scaled, where no gradient of its update tells by what.
 
     Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are kept as they were.
     """
     seen = looked.astype(np.float64, copy=False)
     total = _Sum(np.zeros_like(seen))
-    for link in links:
-        total = total.plus(link)
+    for share in shares:
+        total = total.plus(share)
     size = math.sqrt(float(seen @ seen))
     is_rounding = size <= LARGEST_FACTOR * total.rounding(roundoff)
-    return Verdict([0.0] * len(links), 1.0, is_rounding, total.signal(roundoff), size)
+    return Verdict([0.0] * len(shares), 1.0, is_rounding, total.signal(roundoff), size)
 
 
-def _chain(links: Sequence[Link], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
-    """One number for each link: .grad is scaled as a whole between backward passes."""
+def _chain(shares: Sequence[Share], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
+    """One number for each share: .grad is scaled as a whole between backward passes."""
     total = _Sum(np.zeros_like(seen))
     factors: list[float] = []
-    for link in links:
+    for share in shares:
         if factors:  # what was in .grad before the first pass nothing explains
-            between = _between(link, total, roundoff)
+            between = _between(share, total, roundoff)
             factors = [factor * between for factor in factors]
             total = total.times(between)
         factors.append(1.0)
-        total = total.plus(link)
+        total = total.plus(share)
     signal = total.signal(roundoff)
     ratio = _ratio(seen, total, roundoff) if last_factor is None else last_factor
     factors = [factor * ratio for factor in factors]
     return _verdict(factors, seen, total.times(ratio), roundoff, signal)
 
 
-def _least_squares(links: Sequence[Link], seen: Seen, roundoff: float) -> Verdict:
+def _least_squares(shares: Sequence[Share], seen: Seen, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
     nothing = _Sum(np.zeros_like(seen))
-    terms = np.stack([link.added for link in links], axis=1)
+    terms = np.stack([share.added for share in shares], axis=1)
     if not np.isfinite(terms).all() or not np.isfinite(seen).all():
-        return _verdict([0.0] * len(links), seen, nothing, roundoff, signal=0.0)
+        return _verdict([0.0] * len(shares), seen, nothing, roundoff, signal=0.0)
     # Passes that nearly say the same thing are told apart by their rounding alone: huge factors that cancel would explain anything
-    rounding = math.hypot(*(_Sum(link.added, link.scale, link.coarse).rounding(roundoff) for link in links))
+    rounding = math.hypot(*(_Sum(share.added, share.scale, share.coarse).rounding(roundoff) for share in shares))
     largest = float(np.linalg.norm(terms, 2))
     cutoff = rounding / largest if largest else None
     factors: list[float] = np.linalg.lstsq(terms, seen, rcond=cutoff)[0].tolist()
     total = nothing
-    for factor, link in zip(factors, links, strict=True):
-        scaled = _Sum(link.added, link.scale, link.coarse).times(factor)
+    for factor, share in zip(factors, shares, strict=True):
+        scaled = _Sum(share.added, share.scale, share.coarse).times(factor)
         total = _Sum(total.expected + scaled.expected, total.scale + scaled.scale, total.coarse + scaled.coarse)
     return _verdict(factors, seen, total, roundoff, signal=math.inf)
 
 
-def _between(link: Link, total: _Sum, roundoff: float) -> float:
+def _between(share: Share, total: _Sum, roundoff: float) -> float:
     """By what the gradient of earlier passes was multiplied before this one."""
-    if link.before is None:
+    if share.before is None:
         return 0.0
-    if not link.before.any():
+    if not share.before.any():
         # A gradient that was zero from the beginning need not have been thrown away
         return 0.0 if total.expected.any() else 1.0
-    ratio = _ratio(link.before, total, roundoff)
+    ratio = _ratio(share.before, total, roundoff)
     # What rounding explains does not tell that a gradient was scaled
     return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio
 

@@ -18,12 +18,14 @@ from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.finished import snapshot_of
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
-from dualform.record.passes import Ledger, StoreAs
+from dualform.record.passes import PendingPasses
+from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
-from dualform.record.recording import Recording, Settings, snapshot_of
+from dualform.record.recording import Recording, Settings
 from dualform.record.steps import StepBuilder
-from dualform.record.totals import OnlineTotals, Wanted, groupings
+from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
 from dualform.store import format as store
 from dualform.store.lock import prepare
 from dualform.store.memory import Pool
@@ -47,7 +49,7 @@ def record(
     on_unclear_rows: str = "ask",
     dtype: str | None = None,
     keep: str = "slots",
-    totals: Wanted | str | None = None,
+    totals: TotalsRequest | str | None = None,
     totals_bytes: int = 1 << 30,
     curvature: bool = False,
     on_unexplained: str = "raise",
@@ -98,6 +100,8 @@ def record(
             f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
         )
     refuse_wrapped(model)
+    outer = model
+    model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
     if keep != "keys":
@@ -129,17 +133,17 @@ def record(
     owners = {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers}
     names = {module: name for name, module in model.named_modules()}
     rows = RowFinder(BatchAxes(axes, owners), names, check=check_rows, on_unclear=on_unclear_rows)
-    ledger = Ledger(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
-    steps = StepBuilder(ledger, several, keep=keep, on_unexplained=on_unexplained)
+    passes = PendingPasses(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
+    steps = StepBuilder(passes, several, keep=keep, on_unexplained=on_unexplained)
     for one in chosen:
-        ledger.enter(one.name, one.module, one.layers, one.parameters)
+        passes.enter(one.name, one.module, one.layers, one.parameters)
     manifest = store.Manifest(
         version=store.VERSION,
         created_by=f"dualform {__version__}, torch {torch.__version__}",
         keep=keep,
         dtype=dtype,
-        layers=tuple(layer.layer for layer in ledger.layers),
-        parameters=tuple(described({p.name: p.parameter for p in ledger.parameters.values()})),
+        layers=tuple(layer.layer for layer in passes.layers),
+        parameters=tuple(described({p.name: p.tensor for p in passes.parameters.values()})),
         left_out=left_out,
         batch_axis=axes,
         settings={"seed": str(seed)},
@@ -147,18 +151,18 @@ def record(
     steps.watch.refuse_shared()
     kept = None
     if before is not None:
-        manifest = resuming.go_on(folder, before, manifest, ledger, steps)
+        manifest = resuming.go_on(folder, before, manifest, passes, steps)
         kept = resuming.totals(folder, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
     weights = snapshot_of(model, steps)
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
-    pool = ledger.store_as.pool
+    pool = passes.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     recording: Recording | None = None
     try:
         counted = OnlineCurvature() if curvature else None
         settings = Settings(on_write_error, chunk_bytes)
-        recording = Recording(model, several, writer, ledger, steps, sums, counted, waiting, settings)
+        recording = Recording(model, outer, several, writer, passes, steps, sums, counted, waiting, settings)
         return Recorder(recording)
     except BaseException:
         # Nobody else can unlock the folder and remove the hooks
@@ -193,11 +197,6 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise RecordingError(
             f"{type(wrapped[0]).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
             f"with a single process and device, record(model.module, …)."
-        )
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise RecordingError(
-            "the model is compiled (torch.compile): hooks inside a compiled graph see no error signals. Record the model "
-            "without compiling it."
         )
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.record.optimizers import Numbers, replay_for
-from dualform.record.parameters import ParameterLedger
+from dualform.record.parameters import RecordedParameter
 from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 
@@ -29,9 +29,9 @@ REPLACED = "had its optimizer state replaced since the last step (optimizer.load
 COUNTED_AS = {"step": "count", "mu_product": "mu_product"}
 """Numbers in an optimizer's state: their names there, and in the settings of an update, where they are those after it."""
 
-Edits = dict[str, tuple[ParameterLedger, str]]
+Edits = dict[str, tuple[RecordedParameter, str]]
 """By the name of a parameter: itself, and how it was changed."""
-Gradients = list[tuple[ParameterLedger, Tensor, int]]
+Gradients = list[tuple[RecordedParameter, Tensor, int]]
 """Parameters, their gradients, and PyTorch's counts of the gradients' changes."""
 
 
@@ -39,7 +39,7 @@ Gradients = list[tuple[ParameterLedger, Tensor, int]]
 class WatchedParameter:
     """A recorded parameter, and what its optimizer knows of it."""
 
-    ledger: ParameterLedger
+    parameter: RecordedParameter
     kind: str
     names: tuple[str, ...]
     """The tensors that such an optimizer may have, …"""
@@ -57,7 +57,7 @@ class WatchedParameter:
 class _StateTensor:
     """A tensor of the optimizer, as its last update left it."""
 
-    ledger: ParameterLedger
+    parameter: RecordedParameter
     name: str
     value: Tensor
     version: int
@@ -65,13 +65,13 @@ class _StateTensor:
 
     def is_same(self, other: _StateTensor) -> bool:
         """Whether the other is the very same tensor, unchanged, of the same parameter."""
-        return self.value is other.value and self.version == other.version and self.ledger is other.ledger
+        return self.value is other.value and self.version == other.version and self.parameter is other.parameter
 
 
 class OptimizerWatch:
     """The recorded parameters of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, recorded: Mapping[int, ParameterLedger]):
+    def __init__(self, optimizer: Optimizer, recorded: Mapping[int, RecordedParameter]):
         """recorded: all recorded parameters by their id; there may be more of them later."""
         self._optimizer = optimizer
         self._recorded = recorded
@@ -84,7 +84,7 @@ class OptimizerWatch:
         """… and all its parameters, recorded or not."""
         self.others: list[Tensor] = []
         """Those that are not recorded."""
-        self.parts: list[tuple[dict[str, Any], list[ParameterLedger]]] = []
+        self.parts: list[tuple[dict[str, Any], list[RecordedParameter]]] = []
         """The recorded parameters of each group, …"""
         self.projections = Projections([])
         """… and of all groups."""
@@ -94,7 +94,7 @@ class OptimizerWatch:
         """The optimizer's tensors after its last update."""
         self._read: list[tuple[Numbers, list[Numbers]]] = []
         self._settings: list[Numbers] = []
-        self._gradient_edits: list[ParameterLedger] = []
+        self._gradient_edits: list[RecordedParameter] = []
         """The parameters whose gradients were changed between the audit and the last update."""
 
     @property
@@ -103,9 +103,9 @@ class OptimizerWatch:
         return self._replay.kind if self._replay else type(self._optimizer).__name__
 
     @property
-    def ledgers(self) -> list[ParameterLedger]:
+    def recorded(self) -> list[RecordedParameter]:
         """Its recorded parameters."""
-        return self.projections.ledgers
+        return self.projections.recorded
 
     def refresh(self) -> bool:
         """List its parameters again if a group, a parameter or a layer is new (load_state_dict makes new groups); gives whether one is."""
@@ -118,10 +118,10 @@ class OptimizerWatch:
             (group, [self._recorded[id(one)] for one in group["params"] if id(one) in self._recorded])
             for group in groups
         ]
-        ledgers = [ledger for _, of_group in self.parts for ledger in of_group]
-        self.projections = Projections(ledgers)
+        recorded = [parameter for _, of_group in self.parts for parameter in of_group]
+        self.projections = Projections(recorded)
         self.others = [one for one in listed if id(one) not in self._recorded]
-        self._state_tensors = [one for one in self._state_tensors if one.ledger in ledgers]
+        self._state_tensors = [one for one in self._state_tensors if one.parameter in recorded]
         self._all_states = []
         self._states = []
         self._read = []
@@ -134,9 +134,9 @@ class OptimizerWatch:
         """The optimizer's state of each recorded parameter."""
         now = list(self._optimizer.state.values())
         # To look a parameter up takes a function in Python: not at every step
-        if len(self._states) != len(self.ledgers) or not _are_same(now, self._all_states):
+        if len(self._states) != len(self.recorded) or not _are_same(now, self._all_states):
             # In this order: an exception in between must not make the old states pass for the new ones
-            self._states = [self._optimizer.state.get(ledger.parameter, {}) for ledger in self.ledgers]
+            self._states = [self._optimizer.state.get(parameter.tensor, {}) for parameter in self.recorded]
             self._all_states = now
         return self._states
 
@@ -147,9 +147,9 @@ class OptimizerWatch:
             return [{} for _ in states]
         read = []
         first = 0
-        for group, ledgers in self.parts:
-            read.append(self._replay.read(group, states[first : first + len(ledgers)]))
-            first += len(ledgers)
+        for group, recorded in self.parts:
+            read.append(self._replay.read(group, states[first : first + len(recorded)]))
+            first += len(recorded)
         # Most of the time they are those of the update before
         if read != self._read:
             # In this order: an exception in between must not make the old settings pass for the new ones
@@ -160,10 +160,10 @@ class OptimizerWatch:
     def parameters(self) -> Iterator[WatchedParameter]:
         """Its recorded parameters, with its state of them."""
         names = () if self._replay is None else self._replay.state
-        for ledger, state in zip(self.ledgers, self.states(), strict=True):
+        for parameter, state in zip(self.recorded, self.states(), strict=True):
             tensors = {name: value for name in names if isinstance(value := state.get(name), Tensor)}
             counters = {name: float(state[name]) for name in COUNTED_AS if self._replay is not None and name in state}
-            yield WatchedParameter(ledger, self.kind, names, tensors, counters)
+            yield WatchedParameter(parameter, self.kind, names, tensors, counters)
 
     def gradients(self) -> Gradients:
         """The gradients that the coming update is made of.
@@ -172,22 +172,22 @@ class OptimizerWatch:
         it to the gradient where it updates many parameters at a time.
         """
         return [
-            (ledger, gradient, gradient._version)
-            for group, ledgers in self.parts
+            (parameter, gradient, gradient._version)
+            for group, recorded in self.parts
             if not (group.get("fused") or group.get("nesterov"))
-            for ledger in ledgers
-            if (gradient := ledger.parameter.grad) is not None
+            for parameter in recorded
+            if (gradient := parameter.tensor.grad) is not None
         ]
 
     def remember(self) -> dict[int, float]:
         """Remember parameters and state as they are now; gives a fingerprint of each parameter, by its number."""
         self._state_tensors = self._tensors_now()
         fingerprints = self.projections.remember()
-        return {ledger.number: value for ledger, value in zip(self.ledgers, fingerprints, strict=True)}
+        return {parameter.number: value for parameter, value in zip(self.recorded, fingerprints, strict=True)}
 
     def remember_after(self, gradients: Gradients) -> dict[int, float]:
         """The same after an update that was audited with these gradients."""
-        self._gradient_edits = [ledger for ledger, gradient, version in gradients if gradient._version != version]
+        self._gradient_edits = [parameter for parameter, gradient, version in gradients if gradient._version != version]
         return self.remember()
 
     def edits(self, is_unchanged: bool | None = None) -> Edits:
@@ -196,43 +196,43 @@ class OptimizerWatch:
         if is_unchanged is None:
             is_unchanged = self.projections.unchanged()
         if not is_unchanged:
-            found = {ledger.name: (ledger, EDITED) for ledger in self.ledgers if ledger.changed()}
-        for ledger in self._replaced_states():
-            found.setdefault(ledger.name, (ledger, REPLACED))
-        for ledger in self._gradient_edits:
-            found[ledger.name] = (ledger, EDITED_GRADIENT)
+            found = {parameter.name: (parameter, EDITED) for parameter in self.recorded if parameter.changed()}
+        for parameter in self._replaced_states():
+            found.setdefault(parameter.name, (parameter, REPLACED))
+        for parameter in self._gradient_edits:
+            found[parameter.name] = (parameter, EDITED_GRADIENT)
         return found
 
     def _tensors_now(self) -> list[_StateTensor]:
         if self._replay is None:
             return []
         return [
-            _StateTensor(ledger, name, value, value._version)
-            for ledger, state in zip(self.ledgers, self.states(), strict=True)
+            _StateTensor(parameter, name, value, value._version)
+            for parameter, state in zip(self.recorded, self.states(), strict=True)
             for name in self._replay.state
             if isinstance(value := state.get(name), Tensor)
         ]
 
-    def _replaced_states(self) -> Iterator[ParameterLedger]:
+    def _replaced_states(self) -> Iterator[RecordedParameter]:
         """The parameters whose optimizer state is not what the last update left: other tensors, changed, new or gone."""
         now = self._tensors_now()
         if len(now) == len(self._state_tensors) and all(map(_StateTensor.is_same, now, self._state_tensors)):
             return
-        known = {(one.ledger, one.name): one for one in self._state_tensors}
+        known = {(one.parameter, one.name): one for one in self._state_tensors}
         for one in now:
-            before = known.pop((one.ledger, one.name), None)
+            before = known.pop((one.parameter, one.name), None)
             if before is None or not one.is_same(before):
-                yield one.ledger
+                yield one.parameter
         if (
             self.kind in KINDS and KINDS[self.kind].elementwise
         ):  # SGD begins afresh without its buffer, which is written down
-            yield from (ledger for ledger, _ in known)
+            yield from (parameter for parameter, _ in known)
 
 
 class EditWatch:
     """The recorded parameters of all optimizers."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], recorded: Mapping[int, ParameterLedger]):
+    def __init__(self, optimizers: Sequence[Optimizer], recorded: Mapping[int, RecordedParameter]):
         self._optimizers = [OptimizerWatch(optimizer, recorded) for optimizer in optimizers]
         self._regrouped = False
         """Whether an optimizer has other parameters than when shared ones were last refused."""
@@ -251,14 +251,14 @@ class EditWatch:
         if not self._regrouped:
             return
         seen: set[str] = set()
-        for ledger in (ledger for watch in watches for ledger in watch.ledgers):
-            if ledger.name in seen:
+        for parameter in (parameter for watch in watches for parameter in watch.recorded):
+            if parameter.name in seen:
                 raise RecordingError(
-                    f"{ledger.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
+                    f"{parameter.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
                     f"parameter to one of them; if one takes over from the other, close the recording and go on with "
                     f"record(model, other, path, resume=True)."
                 )
-            seen.add(ledger.name)
+            seen.add(parameter.name)
         self._regrouped = False
 
     def parameters(self) -> Iterator[WatchedParameter]:

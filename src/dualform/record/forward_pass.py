@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from dualform.errors import AxisError, BatchError, DualformError
-from dualform.layers.found import Arguments
 from dualform.layers.row_arguments import length, tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import FIRST, Decision, Layout, Lead, reading_by_length, shape_text
+from dualform.layers.slot_source import Arguments
 from dualform.record.columns import Batch
 from dualform.store.format import RowEvidence
 
 ON_UNCLEAR_ROWS = ("ask", "leave out")
 NOT_CALLED = "it was not called when a copy of the model ran with moved rows"
 CALLED_OUTSIDE = "it was called outside a forward pass"
+COMPILED = "the model was compiled as a whole, so its inputs are not seen: give record() what torch.compile() returns"
 SAID_BY_USER = "batch_axis says so"
 
 
@@ -35,6 +36,8 @@ class ForwardPass:
     """Where the rows are in each call of each layer."""
     problem: DualformError | None = None
     """Why its slots cannot be named."""
+    is_compiled: bool = False
+    """Whether the model is compiled as a whole: its inputs are not seen, and nothing tells when it begins and ends."""
     is_empty: bool = False
     """Whether the model was given a batch without rows, as batch() announced: no vector belongs to a row."""
 
@@ -63,6 +66,8 @@ class RowFinder:
         self._proofs = Proofs()
         self._dimensions: dict[nn.Module, list[int]] = {}
         """By the module that is called: the numbers of dimensions of its inputs, where their first axis is known to hold the rows."""
+        self._assumed: set[str] = set()
+        """Modules that were called in a compiled forward pass."""
         self._evidence: dict[str, RowEvidence] = {}
         """By layer: what is known so far …"""
         self.news: dict[str, RowEvidence] = {}
@@ -97,6 +102,13 @@ class RowFinder:
         if proof.rows_differ and self._on_unclear == "ask":
             name = self._names.get(forward.module, "")
             forward.problem = _another_row_count(batch, tensors_in(arguments), name)
+
+    def assume(self, forward: ForwardPass, module: str) -> None:
+        """A module was called in a compiled forward pass, where nothing can be proved."""
+        forward.proof.problem = COMPILED
+        if module not in self._assumed and forward.batch is not None and forward.batch.rows > 1:
+            self._assumed.add(module)
+            self._add_evidence(forward, forward.proof)
 
     def _check_single_row(self, forward: ForwardPass, batch: Batch, arguments: Arguments) -> None:
         """Refuse a batch of several rows if one was announced. All of a forward pass belongs to its only row, unbatched inputs too, so

@@ -27,7 +27,7 @@ PARTS = 8
 
 
 @dataclass(slots=True)
-class Link(audit.Link):
+class PassShare(audit.Share):
     """What one backward pass added to a parameter's gradient."""
 
     task: int = field(kw_only=True)
@@ -36,7 +36,7 @@ class Link(audit.Link):
     """The 16-bit type that the gradient was computed in (autocast), if any."""
     partial_sums: int = 0
     """How many sums were rounded to that type before they were added up."""
-    is_rounded_otherwise: bool = False
+    errors_recomputed: bool = False
     """Whether the error signals themselves were rounded elsewhere than in the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
@@ -93,7 +93,7 @@ def size_of_keys(keys: Keys) -> float:
     return norm_of_tensor(keys.vectors())
 
 
-class ParameterLedger:
+class RecordedParameter:
     """One parameter: the backward passes since its last update, and what it looked like after that.
 
     Changes that PyTorch counts (`_version`) between an update and the next are always looked into. Edits through .data leave no such
@@ -102,7 +102,7 @@ class ParameterLedger:
 
     def __init__(self, number: int, name: str, parameter: nn.Parameter, seed: int, *, vector: bool):
         """vector: a bias, or an elementwise weight of any shape."""
-        self.number, self.name, self.parameter = number, name, parameter
+        self.number, self.name, self.tensor = number, name, parameter
         self.is_matrix, self.shape = not vector, tuple(parameter.shape)
         projection = Projection.of(name, self.shape, parameter.dtype, seed, vector=vector)
         self.projection = projection
@@ -113,7 +113,7 @@ class ParameterLedger:
         self.rows, self.roundoff = rows, roundoff(parameter)
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
-        self.links: list[Link] = []
+        self.shares: list[PassShare] = []
         # Between steps, a part of its rows is looked at, of a vector all of them
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
@@ -135,8 +135,8 @@ class ParameterLedger:
 
     def remember(self, value: Tensor | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value."""
-        now = self.look(self.parameter if value is None else value)
-        self.remembered(now if self.is_matrix else now.copy(), mark_of(self.parameter), self.next_turn)
+        now = self.look(self.tensor if value is None else value)
+        self.remembered(now if self.is_matrix else now.copy(), mark_of(self.tensor), self.next_turn)
 
     def remembered(self, seen: Looked, mark: tuple[int, int], turn: int) -> None:
         """What it looked like after its last update. turn: the part that is to be compared next."""
@@ -157,14 +157,14 @@ class ParameterLedger:
     def _next_part(self) -> tuple[Looked, Tensor]:
         """What it was, and what is to be compared with that before the next step."""
         known, turn = self.seen, self.next_turn
-        if self._mark != mark_of(self.parameter):
-            return known, self.parameter
+        if self._mark != mark_of(self.tensor):
+            return known, self.tensor
         low, high = turn * self.part, (turn + 1) * self.part
-        return known[low * self.columns : high * self.columns], self.parameter.detach().reshape(self.rows, -1)[low:high]
+        return known[low * self.columns : high * self.columns], self.tensor.detach().reshape(self.rows, -1)[low:high]
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        (known, now), parameter = self._next_part(), self.parameter
+        (known, now), parameter = self._next_part(), self.tensor
         self.next_turn = (self.next_turn + 1) % self.turns
         found = self.look(now)
         if (found == known).all():
@@ -186,41 +186,41 @@ class ParameterLedger:
 
     # Backward passes
 
-    def link(self, task: int) -> Link:
-        """The link of a graph task. If it is not there yet, there was no gradient when the pass began (else see `begin`)."""
-        for link in reversed(self.links):
-            if link.task == task:
-                return link
-        del self.links[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
-        return self._linked(None, task)
+    def share(self, task: int) -> PassShare:
+        """The share of a graph task. If it is not there yet, there was no gradient when the pass began (else see `begin`)."""
+        for share in reversed(self.shares):
+            if share.task == task:
+                return share
+        del self.shares[:-THROWN]  # thrown away, as it seems; gradients put aside may still come back
+        return self._new_share(None, task)
 
     def begin(self, task: int) -> None:
         """The first that is known of a graph task: look at the gradient, if there is one.
 
         Nothing has been added to it yet if an error signal arrives; if the pass went past its module, all has, and no slots tell what.
         """
-        gradient = self.parameter.grad
-        if gradient is not None and not any(link.task == task for link in self.links):
-            self._linked(self.look(gradient).astype(np.float64), task)
+        gradient = self.tensor.grad
+        if gradient is not None and not any(share.task == task for share in self.shares):
+            self._new_share(self.look(gradient).astype(np.float64), task)
 
-    def _linked(self, before: audit.Seen | None, task: int) -> Link:
-        link = Link(before, self._nothing, 0.0, task=task)
-        self.links.append(link)
-        return link
+    def _new_share(self, before: audit.Seen | None, task: int) -> PassShare:
+        share = PassShare(before, self._nothing, 0.0, task=task)
+        self.shares.append(share)
+        return share
 
     def forget_until(self, task: int) -> None:
         """Forget backward passes up to this one."""
-        self.links = [link for link in self.links if link.task > task]
+        self.shares = [share for share in self.shares if share.task > task]
 
-    def bound_coarse_error(self, link: Link) -> float:
+    def bound_coarse_error(self, share: PassShare) -> float:
         """Write down how far rounding to 16 bits may have moved a pass's gradient; gives that type's unit roundoff."""
-        assert link.coarse_dtype is not None
-        seen = self.parameter.numel() * self.columns
-        link.coarse = audit.coarse_error(norm_of(link.added), seen, link.coarse_dtype, link.partial_sums)
-        if link.is_rounded_otherwise:
-            link.common = audit.coarse_error_of_terms(link.scale, link.coarse_dtype)
-            link.coarse += link.common
-        return torch.finfo(link.coarse_dtype).eps / 2
+        assert share.coarse_dtype is not None
+        seen = self.tensor.numel() * self.columns
+        share.coarse = audit.coarse_error(norm_of(share.added), seen, share.coarse_dtype, share.partial_sums)
+        if share.errors_recomputed:
+            share.common = audit.coarse_error_of_terms(share.scale, share.coarse_dtype)
+            share.coarse += share.common
+        return torch.finfo(share.coarse_dtype).eps / 2
 
     def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:
         """Add what some slots say was added to the gradient, with a bound on the sum of its absolute terms.
@@ -228,8 +228,8 @@ class ParameterLedger:
         error_terms, key_terms: bounds on the norms of the absolute terms of error signals and keys (key_terms 0: their own norm). By
         Cauchy-Schwarz, the absolute terms of Σ error ⊗ key sum to at most their product.
         """
-        link = self.link(task)
-        own = link.room().reshape(self.rows, self.columns)
+        share = self.share(task)
+        own = share.room().reshape(self.rows, self.columns)
         if use.rows:
             low, high = use.rows
             own = own[low:high]
@@ -237,12 +237,12 @@ class ParameterLedger:
         root_of_count = math.sqrt(len(errors))
         if use.role == "bias":
             own += used.sum(0).cpu().numpy()[:, None]
-            link.scale += error_terms * root_of_count  # each key is 1
+            share.scale += error_terms * root_of_count  # each key is 1
         elif use.role == "scale":
             # Here a key is the product of both already, and what is summed
             parts = keys.vectors()
             own += parts.sum(0).cpu().numpy()[:, None]
-            link.scale += max(norm_of_tensor(parts), key_terms) * root_of_count
+            share.scale += max(norm_of_tensor(parts), key_terms) * root_of_count
         elif use.role == "weight":
             projected = keys.project(self.random_like(errors), use.keys, use.groups)
             if use.groups == 1:
@@ -252,9 +252,9 @@ class ParameterLedger:
                 own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
             # A few keys may nearly cancel in R: then their rounding is larger than what is seen of them
             size = max(norm_of(projected.cpu().numpy().ravel()), size_of_keys(keys))
-            link.scale += error_terms * size
+            share.scale += error_terms * size
         else:
             projected = used @ self.random_like(errors)
             own += keys.outer(projected).T.cpu().numpy()
             size = max(norm_of(projected.cpu().numpy().ravel()), error_terms)
-            link.scale += size * size_of_keys(keys)
+            share.scale += size * size_of_keys(keys)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualform.native.kernels import address, is_plain, kernels
 from dualform.projection import Looked
 from dualform.record.audit import Verdict
-from dualform.record.parameters import Link, ParameterLedger
+from dualform.record.parameters import PassShare, RecordedParameter
 
 VERDICT = 5
 """How many numbers the loop gives for a gradient: factor, residual, whether it is explained, norm, signal (as audit.Verdict has them)."""
@@ -27,11 +27,11 @@ TENSOR, RANDOM, ROWS, INPUTS, COLUMNS, AT, KNOWN, PART, TURNS, SCALE, ROUNDOFF, 
 class Projections:
     """Sees the parameters of one optimizer, step after step: what stays the same is written down once."""
 
-    def __init__(self, ledgers: Sequence[ParameterLedger]):
-        self.ledgers = list(ledgers)
-        self.parameters = [one.parameter for one in ledgers]
-        self._loops: Any = kernels() if all(one.in_columns for one in ledgers) else None
-        sizes = np.array([one.rows * one.columns for one in ledgers], np.int64)
+    def __init__(self, recorded: Sequence[RecordedParameter]):
+        self.recorded = list(recorded)
+        self.parameters = [one.tensor for one in recorded]
+        self._loops: Any = kernels() if all(one.in_columns for one in recorded) else None
+        sizes = np.array([one.rows * one.columns for one in recorded], np.int64)
         ends = np.cumsum(sizes)
         starts = ends - sizes
         self._places = [slice(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
@@ -42,46 +42,46 @@ class Projections:
         """… of the parameters after their last update, …"""
         self._now = np.empty(size)
         """… and of parts of them now."""
-        self._mixed = np.concatenate([np.empty(0), *[one.mixed for one in ledgers]])
-        self._of_gradients = _described(ledgers, starts)
-        self._of_gradients.view(np.float64)[:, ROUNDOFF] = [one.roundoff for one in ledgers]
-        self._of_parts = _described(ledgers, starts)
-        self._of_parts[:, TURNS] = [one.turns for one in ledgers]
+        self._mixed = np.concatenate([np.empty(0), *[one.mixed for one in recorded]])
+        self._of_gradients = _described(recorded, starts)
+        self._of_gradients.view(np.float64)[:, ROUNDOFF] = [one.roundoff for one in recorded]
+        self._of_parts = _described(recorded, starts)
+        self._of_parts[:, TURNS] = [one.turns for one in recorded]
         self._of_parts[:, KNOWN] = address(self._remembered) + 8 * starts
-        self._of_all = _described(ledgers, starts)
+        self._of_all = _described(recorded, starts)
         self._of_all[:, KNOWN] = address(self._mixed) + 8 * starts  # gives r · (W R), the fingerprint
         self._turn = 1
         """Which part of each parameter is compared next."""
         self._marks: list[tuple[int, int]] | None = None
-        """PyTorch's counts of changes when the parameters were remembered, and where they were; None: the ledgers remember them."""
+        """PyTorch's counts of changes when the parameters were remembered, and where they were; None: the recorded remember them."""
         self._verdicts: list[Verdict | None] = []
         self._looked: list[Looked | None] | None = None
         """What was seen of the gradients, if it was seen one by one."""
 
-    def before_update(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> bool:
+    def before_update(self, gradients: Sequence[Tensor | None], shares: Sequence[PassShare | None]) -> bool:
         """See the gradients, and a part of the parameters; gives whether nothing has changed the parameters, for sure.
 
-        links: the backward pass that made a gradient, if it was a single one.
+        shares: the backward pass that made a gradient, if it was a single one.
         """
-        self._see_gradients(gradients, links)
+        self._see_gradients(gradients, shares)
         return self.unchanged()
 
-    def _see_gradients(self, gradients: Sequence[Tensor | None], links: Sequence[Link | None]) -> None:
+    def _see_gradients(self, gradients: Sequence[Tensor | None], shares: Sequence[PassShare | None]) -> None:
         where = self._where(gradients)
         if where is None:
-            pairs = zip(self.ledgers, gradients, strict=True)
-            self._looked = [None if gradient is None else ledger.look(gradient) for ledger, gradient in pairs]
-            self._verdicts = [None] * len(self.ledgers)
+            pairs = zip(self.recorded, gradients, strict=True)
+            self._looked = [None if gradient is None else parameter.look(gradient) for parameter, gradient in pairs]
+            self._verdicts = [None] * len(self.recorded)
             return
         self._looked = None
         told = self._of_gradients
         told[:, TENSOR] = where
-        told[:, KNOWN] = [0 if link is None else address(link.added) for link in links]
-        told.view(np.float64)[:, SCALE] = [0.0 if link is None else link.scale for link in links]
+        told[:, KNOWN] = [0 if share is None else address(share.added) for share in shares]
+        told.view(np.float64)[:, SCALE] = [0.0 if share is None else share.scale for share in shares]
         found, _ = self._run(told, self._gradients)
         self._verdicts = [
-            None if link is None else Verdict([factor], residual, bool(explained), signal, size)
-            for link, (factor, residual, explained, size, signal) in zip(links, found.tolist(), strict=True)
+            None if share is None else Verdict([factor], residual, bool(explained), signal, size)
+            for share, (factor, residual, explained, size, signal) in zip(shares, found.tolist(), strict=True)
         ]
 
     def verdict(self, place: int) -> Verdict | None:
@@ -101,9 +101,9 @@ class Projections:
         where = self._where(self.parameters)
         if where is None:
             self._marks = None
-            for ledger in self.ledgers:
-                ledger.remember()
-            return [ledger.fingerprint for ledger in self.ledgers]
+            for parameter in self.recorded:
+                parameter.remember()
+            return [parameter.fingerprint for parameter in self.recorded]
         self._of_parts[:, TENSOR] = where
         self._of_all[:, TENSOR] = where
         found, _ = self._run(self._of_all, self._remembered)
@@ -124,11 +124,11 @@ class Projections:
         return is_same
 
     def hand_out(self) -> None:
-        """Let each ledger know what was remembered."""
+        """Let each parameter know what was remembered."""
         if self._marks is None:
             return
-        for ledger, place, mark in zip(self.ledgers, self._places, self._marks, strict=True):
-            ledger.remembered(self._remembered[place].copy(), mark, self._turn % ledger.turns)
+        for parameter, place, mark in zip(self.recorded, self._places, self._marks, strict=True):
+            parameter.remembered(self._remembered[place].copy(), mark, self._turn % parameter.turns)
 
     def _where(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
         """Where each begins in memory (0: it is not there); None: the loop cannot see all of them."""
@@ -152,13 +152,15 @@ class Projections:
         return found, changed
 
 
-def _described(ledgers: Sequence[ParameterLedger], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _described(
+    recorded: Sequence[RecordedParameter], starts: np.ndarray[Any, Any]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """What the loop is told of each parameter, and of tensors like it. starts: where what is seen of each goes."""
-    told = np.zeros((len(ledgers), FIELDS), np.int64)
-    told[:, RANDOM] = [one.random.data_ptr() if one.is_matrix else 0 for one in ledgers]
-    told[:, ROWS] = [one.rows for one in ledgers]
-    told[:, INPUTS] = [one.random.shape[0] for one in ledgers]
-    told[:, COLUMNS] = [one.columns for one in ledgers]
+    told = np.zeros((len(recorded), FIELDS), np.int64)
+    told[:, RANDOM] = [one.random.data_ptr() if one.is_matrix else 0 for one in recorded]
+    told[:, ROWS] = [one.rows for one in recorded]
+    told[:, INPUTS] = [one.random.shape[0] for one in recorded]
+    told[:, COLUMNS] = [one.columns for one in recorded]
     told[:, AT] = starts
-    told[:, PART] = [one.part for one in ledgers]
+    told[:, PART] = [one.part for one in recorded]
     return told

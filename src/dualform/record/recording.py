@@ -19,56 +19,26 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record.choose import Chosen, described
+from dualform.record.choose import Chosen
 from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.finished import FinishedSteps
 from dualform.record.hooks import Capture
 from dualform.record.interrupts import INTERRUPTS, is_running
-from dualform.record.parameters import ParameterLedger
-from dualform.record.passes import Ledger
+from dualform.record.late_layers import LateLayers
+from dualform.record.passes import PendingPasses
 from dualform.record.steps import OpenStep, StepBuilder, Update
 from dualform.record.totals import OnlineTotals
-from dualform.store import format as store
 from dualform.store import records
 from dualform.store.writer import Writer
 
-SNAPSHOT_SHARE = 8
-"""Snapshots are taken when the slots since the last one take this many times its size: at most 1/8 more disk."""
-STRETCH_BYTES = 32 << 20
-"""How many bytes of slots are folded into totals at a time."""
-SNAPSHOT_CHUNKS = 4
-"""… and not before this many chunks' worth."""
 DROPPED = "its recorder was dropped without being closed"
 UNFINISHED = "the weights are not stored: the last optimizer.step() did not return"
-
-
-def snapshot_of(model: nn.Module, steps: StepBuilder) -> dict[str, Tensor]:
-    """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
-    tensors = {
-        f"model.{name}": _copied(value)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
-    }
-    for watched in steps.watch.parameters():
-        prefix = f"state.{watched.ledger.name}"
-        for name, value in watched.tensors.items():
-            tensors[f"{prefix}.{name}"] = _copied(value)
-        for name, number in watched.counters.items():
-            tensors[f"{prefix}.{name}"] = torch.tensor([number], dtype=torch.float64)
-    return tensors
-
-
-def _copied(value: Tensor) -> Tensor:
-    """A copy in a type that can be stored: 16 and 8 bits that NumPy does not know become float32, exactly."""
-    value = value.detach().cpu()
-    known = value.dtype in (torch.float16, torch.float32, torch.float64) or not value.is_floating_point()
-    return (value.clone() if known else value.float()).contiguous()
 
 
 @dataclass(frozen=True)
@@ -98,46 +68,33 @@ class Recording:
     def __init__(
         self,
         model: nn.Module,
+        outer: nn.Module,
         optimizers: list[Optimizer],
         writer: Writer,
-        ledger: Ledger,
+        passes: PendingPasses,
         steps: StepBuilder,
         totals: OnlineTotals | None,
         curvature: OnlineCurvature | None,
         waiting: list[Chosen],
         settings: Settings,
     ):
-        """waiting: modules that are recorded once their parameters are in an optimizer."""
+        """outer: what the training loop calls: the model, or what torch.compile(model) gave. waiting: modules that are recorded once their parameters are in an optimizer."""
         self.path = writer.folder
         self._process = os.getpid()
         self._model, self._optimizers, self._settings = model, optimizers, settings
-        self._writer, self._ledger, self._steps = writer, ledger, steps
-        self._totals, self._curvature = totals, curvature
-        self._totals_lent = False
-        """Whether the writer may be writing the totals, which are not copied for it."""
-        self._handing_over_failed: Exception | None = None
-        """Why steps could be stored at the end only without their part in totals and curvature."""
-        self._has_given_up_totals = False
-        self._columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
+        self._writer, self._passes, self._steps = writer, passes, steps
         self._batches = 0
         self._progress = _Progress(writer.manifest.end_step, steps.first_row)
         self._update: Update | None = None
         """The update that an optimizer is making."""
         self._unfinished: Update | None = None
         """The last update that an optimizer has begun and not finished, if no other was finished since."""
-        self._since_snapshot = 0
-        self._checkpointed = self._only_totals and self.finished > 0
-        """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
         self._is_detached = False
         self.is_closed = False
-        self._waiting = [
-            (one, [ParameterLedger(-1, name, p, ledger.seed, vector=p.dim() < 2) for name, p in one.parameters.items()])
-            for one in waiting
-        ]
-        self._optimized = self._count_optimized()
+        self._late = LateLayers(waiting, optimizers, passes, writer)
         steps.watch.remember()
-        self._snapshot_bytes = sum(t.nbytes for t in snapshot_of(model, steps).values())
-        self._capture = Capture(model, self._ledger, before_forward=self._adopt if self._waiting else None)
+        self._finished = FinishedSteps(model, writer, passes, steps, totals, curvature, settings.chunk_bytes)
+        self._capture = Capture(model, outer, self._passes, before_forward=self._adopt if self._late else None)
         self._handles: list[RemovableHandle] = []
         try:
             self._attach()
@@ -146,7 +103,7 @@ class Recording:
             raise
 
     def _attach(self) -> None:
-        for module in self._ledger.modules:
+        for module in self._passes.modules:
             self._capture.add(module)
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._before_step(number)))
@@ -164,14 +121,15 @@ class Recording:
         if not self._is_recording():
             return
         self._recover()
-        batch = read_batch(self._batches, dict(columns), self._columns)
+        finished = self._finished
+        batch = read_batch(self._batches, dict(columns), finished.columns)
         self._batches += 1
-        if self._columns is None:
-            if self._totals is not None:
-                self._totals.check(batch.columns)
-            self._columns = batch.columns
-        self._ledger.rows.step = self.finished
-        self._ledger.begin(batch)
+        if finished.columns is None:
+            if finished.totals is not None:
+                finished.totals.check(batch.columns)
+            finished.columns = batch.columns
+        self._passes.rows.step = self.finished
+        self._passes.begin(batch)
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Keep numbers beside the last step, or beside the coming one if its backward pass has begun."""
@@ -180,7 +138,7 @@ class Recording:
         self._recover()
         numbers = {n: v.item() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
         last = self._progress.open
-        if last is None or self._ledger.pending:
+        if last is None or self._passes.pending:
             self._progress.early_log.update(numbers)
         else:
             last.record.log.update(numbers)
@@ -201,7 +159,7 @@ class Recording:
             )
         self._put_snapshot()
         self._writer.wait()
-        self._checkpointed = self._only_totals
+        self._finished.is_checkpointed = self._finished.keeps_only_totals
 
     def close(self, ended: str) -> None:
         """Seal everything and remove all hooks. ended: "closed", or the exception that ended the training.
@@ -261,8 +219,8 @@ class Recording:
             self.is_closed = True
             raise
         self.is_closed = True
-        if self._handing_over_failed is not None:
-            raise self._handing_over_failed
+        if self._finished.problem is not None:
+            raise self._finished.problem
         return warned
 
     def _put_everything(self, ended: str, warned: list[str]) -> str:
@@ -272,14 +230,14 @@ class Recording:
             self._forget_update(self._update)
         self._hand_over_at_the_end()
         is_by_user = ended == "closed"
-        if self._has_given_up_totals:
+        if self._finished.has_given_up_totals:
             ended = f"{ended}; totals are not kept"
         changes = self._steps.watch.edits()
         if self._unfinished is not None and (changes or self._unfinished.has_moved_others()):
-            self._put_totals(None)
+            self._put_totals()
             return f"{ended}; {UNFINISHED}"
         if changes:
-            self._put_totals(None)
+            self._put_totals()
             names = ", ".join(sorted(changes))
             if is_by_user:  # else an error is on its way that says so
                 warned.append(
@@ -287,32 +245,29 @@ class Recording:
                     f"those that were trained and are not stored. The slots are whole up to step {self.finished}."
                 )
             return f"{ended}; {names} changed after the last step"
-        if is_by_user or not self._checkpointed:
+        if is_by_user or not self._finished.is_checkpointed:
             self._put_snapshot()
         return ended
 
     def _hand_over_at_the_end(self) -> None:
         try:
             self._hand_over()
-            self._fold()
+            self._finished.fold()
         except WriterError:
             raise
         except Exception as error:
-            # Slots depend neither on totals nor on curvature
-            self._handing_over_failed = error
-            self._curvature = None
-            self._give_up_totals()
+            self._finished.put_without_extras(error)
             self._hand_over()
 
     def _never_called(self, warned: list[str]) -> dict[str, str]:
         """Layers that had no part in the training: named once, at the end."""
-        idle = [layer.layer.name for one in self._ledger.modules if not one.called for layer in one.layers]
+        idle = [layer.layer.name for one in self._passes.modules if not one.called for layer in one.layers]
         if idle and self.finished:
             warned.append(f"not recorded: {', '.join(map(repr, idle))}: never called in training")
         return dict.fromkeys(idle, "it was never called in training")
 
     def _warn_of_unused_batch(self, warned: list[str]) -> None:
-        last = self._ledger.batch
+        last = self._passes.batch
         if self.finished and last is not None and not last.is_used:
             warned.append(
                 "the last recorder.batch() call was not followed by a forward pass. Call it right before the forward pass of its rows; "
@@ -321,12 +276,9 @@ class Recording:
 
     # Whether it goes on
 
-    @property
-    def _only_totals(self) -> bool:
-        return self._writer.manifest.keep == "totals"
-
     def _detach(self) -> None:
         self._is_detached = True
+        self._finished.is_closing = True
         self._capture.remove()
         for handle in self._handles:
             handle.remove()
@@ -424,18 +376,19 @@ class Recording:
             raise RecordingError(
                 "optimizer.step() was called within optimizer.step() of another recorded optimizer. Record one of them only."
             )
-        self._ledger.settle_early()
+        self._passes.settle_early()
         last = self._progress.open
         if last is not None and number in last.updated_by:
             self._hand_over()
-            self._put_snapshot_if_due()
+            if self._finished.is_snapshot_due and not self._has_moved():
+                self._put_snapshot()
             last = None
         step = OpenStep(records.Step(self.finished), self._progress.next_row) if last is None else last.copy()
         update = self._steps.prepare(number, step, within)
         self._update = update  # from here on, the weights may change
         INTERRUPTS.hold((self, "update"), within)
         self._steps.consume(update)
-        self._ledger.pending = False
+        self._passes.pending = False
 
     def _finish_update(self) -> None:
         """The optimizer has changed the weights: look at them. Then the update counts, and with it the step."""
@@ -473,101 +426,21 @@ class Recording:
     # Finished steps
 
     def _hand_over(self) -> None:
-        """Give the last finished step to totals and writer."""
+        """Have the last finished step stored."""
         last = self._progress.open
         if last is None:
             return
-        step, nbytes = last.record, last.record.nbytes
-        if self._curvature is not None:
-            with INTERRUPTS.held((self, "curvature")):
-                self._curvature.add(step, [layer.layer for layer in self._ledger.layers])
-        if self._totals is not None and not self._totals.is_whole:
-            self._go_on_without_totals()
-        if self._totals is None:
-            self._writer.put(step, self._columns or ())
-        else:
-            with INTERRUPTS.held((self, "totals")):
-                self._totals.add(step)
-            if self._totals.nbytes >= STRETCH_BYTES:
-                self._fold()
-        self._since_snapshot += nbytes
+        self._finished.put(last.record)
         self._steps.retire(last)
         self._progress = replace(self._progress, open=None)
 
-    def _fold(self) -> None:
-        """Fold steps into the totals, and give them to the writer."""
-        totals = self._totals
-        if totals is None:
-            return
-        if self._totals_lent:
-            self._writer.wait()
-            self._totals_lent = False
-        with INTERRUPTS.held((self, "totals")):
-            totals.fold()
-        for step in totals.folded:
-            if self._only_totals:
-                step.drop_slots(self._ledger.store_as.pool)
-            self._writer.put(step, self._columns or ())
-        totals.folded = []
-
-    def _go_on_without_totals(self) -> None:
-        """An exception has left the totals half-way."""
-        message = f"an exception came while the totals of {self.path} were summed up, so they cannot be carried on"
-        if self._only_totals or self._is_detached:
-            raise RecordingError(
-                f"{message}. The store ends with step {self._writer.manifest.end_step}: go on from there with record(…, resume=True)."
-                if self._only_totals
-                else f"{message}. Build them from the slots: dualform.build_totals(path, by)."
-            )
-        self._give_up_totals()
-        warnings.warn(
-            f"{message}. Build them from the slots when the recording is closed: dualform.build_totals(path, by).",
-            stacklevel=5,
-        )
-
-    def _give_up_totals(self) -> None:
-        """Keep what was collected for them all the same."""
-        totals = self._totals
-        if totals is not None:
-            for step in (*totals.folded, *totals.collected):
-                self._writer.put(step, self._columns or ())
-            self._has_given_up_totals = True
-            self._totals = None
-
-    def _put_snapshot_if_due(self) -> None:
-        enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._settings.chunk_bytes)
-        if self._since_snapshot >= enough and not self._checkpointed and not self._has_moved():
-            self._put_snapshot()
-
     def _put_snapshot(self) -> None:
-        """Hand over the weights, which must be those of the last step, and the totals."""
-        if self._only_totals and self._totals is None:
-            return  # weights without totals would be of no use
-        weights = snapshot_of(self._model, self._steps)
-        if self._curvature is not None:
-            weights |= self._curvature.tensors()
-        self._snapshot_bytes = sum(t.nbytes for t in weights.values())
-        if not self._put_totals(weights):
-            self._writer.snapshot(self.finished, weights)
-        if self._curvature is not None:
-            self._curvature.clear()
-        self._since_snapshot = 0
+        """Store the weights, which must be those of the last step."""
+        self._finished.put_snapshot(self.finished, self._progress.next_row)
 
-    def _put_totals(self, weights: dict[str, Tensor] | None) -> bool:
-        """Hand over the totals, with the weights that belong to them, if they are known; False: there are none."""
-        self._fold()
-        if self._totals is None or self._columns is None or not self.finished:
-            return False
-        if weights is None and self._only_totals:
-            return False  # what is there, of an earlier step, has its weights
-        sealed = self._totals.sealed(self.finished, self._progress.next_row, self._columns)
-        self._snapshot_bytes += sealed.nbytes
-        # They may take half of the memory, so they are written as they are, without a copy
-        self._totals_lent = True
-        self._writer.totals(sealed, weights)
-        self._writer.wait()
-        self._totals_lent = False
-        return True
+    def _put_totals(self) -> None:
+        """Store the totals without weights."""
+        self._finished.put_totals(None, self.finished, self._progress.next_row)
 
     def _has_moved(self) -> bool:
         """Whether the weights are no longer those that the last finished step left."""
@@ -575,33 +448,7 @@ class Recording:
             return True
         return bool(self._steps.watch.edits())
 
-    # Layers whose parameters are added to an optimizer during training
-
-    def _count_optimized(self) -> int:
-        return sum(len(group["params"]) for one in self._optimizers for group in one.param_groups)
-
     def _adopt(self) -> None:
         """Before a forward pass: has add_param_group brought in a layer that was left out?"""
-        if not self._waiting or self._count_optimized() == self._optimized:
-            return
-        self._optimized = self._count_optimized()
-        optimized = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        for one, watched in list(self._waiting):
-            if not any(id(p) in optimized for p in one.parameters.values()):
-                continue
-            self._waiting = [other for other in self._waiting if other[0] is not one]
-            changed = any(ledger.changed() for ledger in watched)
-            if changed or self._totals is not None:
-                why = (
-                    "changed before a forward pass found it in an optimizer (call add_param_group before the forward pass, "
-                    "not between it and the step)"
-                    if changed
-                    else "entered an optimizer too late for totals"
-                )
-                warnings.warn(f"not recorded: {one.name!r}: it {why}", stacklevel=2)
-                continue
-            known = {p.name for p in self._ledger.parameters.values()}
-            module = self._ledger.enter(one.name, one.module, one.layers, one.parameters)
-            new = {name: p for name, p in one.parameters.items() if name not in known}
-            self._writer.add_layers(one.name, [layer.layer for layer in module.layers], described(new))
+        for module in self._late.enter(with_totals=self._finished.totals is not None):
             self._capture.add(module)

@@ -16,8 +16,8 @@ from torch import Tensor
 from dualform.errors import RecordingError
 from dualform.record import audit
 from dualform.record.edits import COUNTED_AS, WatchedParameter
-from dualform.record.parameters import ParameterLedger, roundoff
-from dualform.record.passes import Ledger
+from dualform.record.parameters import RecordedParameter, roundoff
+from dualform.record.passes import PendingPasses
 from dualform.record.steps import StepBuilder
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
@@ -70,7 +70,7 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
     return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
 
 
-def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, steps: StepBuilder) -> Manifest:
+def go_on(folder: Path, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
     """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
     for what in ("keep", "dtype", "layers", "parameters"):
         if getattr(before, what) != getattr(now, what):
@@ -83,7 +83,7 @@ def go_on(folder: Path, before: Manifest, now: Manifest, ledger: Ledger, steps: 
     steps.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
     if before.keep == "totals" and before.totals is not None:
         steps.first_row = before.totals.rows
-    for module in ledger.modules:
+    for module in passes.modules:
         module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
     return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
 
@@ -105,11 +105,11 @@ class _Checkpoint:
     def compare(self, steps: StepBuilder) -> None:
         """Refuse a model and optimizers that are not what they were at that step."""
         for watched in steps.watch.parameters():
-            mine = self._updates.filter(pl.col("parameter") == watched.ledger.number)
+            mine = self._updates.filter(pl.col("parameter") == watched.parameter.number)
             since_snapshot = mine.filter(pl.col("step") >= self._snapshot_step)
-            self._compare_fingerprint(watched.ledger, mine)
+            self._compare_fingerprint(watched.parameter, mine)
             if not since_snapshot.height:
-                self._compare_weights(watched.ledger)
+                self._compare_weights(watched.parameter)
             if self._keep == "keys":
                 continue  # nothing that is stored depends on the optimizer
             self._compare_kind(watched, mine)
@@ -133,22 +133,22 @@ class _Checkpoint:
                 stacklevel=4,
             )
 
-    def _compare_fingerprint(self, ledger: ParameterLedger, mine: pl.DataFrame) -> None:
+    def _compare_fingerprint(self, parameter: RecordedParameter, mine: pl.DataFrame) -> None:
         """After each step, one number of each parameter is stored."""
         known = mine.filter(pl.col("after").is_not_null())
         if not known.height:
             return
-        bound = audit.SLACK * roundoff(ledger.parameter) * np.sqrt(ledger.parameter.numel()) * ledger.size
-        if not abs(ledger.fingerprint - float(known["after"][-1])) <= bound:
-            self._refuse_weights(ledger)
+        bound = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
+        if not abs(parameter.fingerprint - float(known["after"][-1])) <= bound:
+            self._refuse_weights(parameter)
 
-    def _compare_weights(self, ledger: ParameterLedger) -> None:
-        if not _is_same(self._snapshot[f"model.{ledger.name}"], ledger.parameter):
-            self._refuse_weights(ledger)
+    def _compare_weights(self, parameter: RecordedParameter) -> None:
+        if not _is_same(self._snapshot[f"model.{parameter.name}"], parameter.tensor):
+            self._refuse_weights(parameter)
 
-    def _refuse_weights(self, ledger: ParameterLedger) -> None:
+    def _refuse_weights(self, parameter: RecordedParameter) -> None:
         raise RecordingError(
-            f"resume: {ledger.name!r} is not what the recording in {self._folder} says it was after step {self._step}. Load the "
+            f"resume: {parameter.name!r} is not what the recording in {self._folder} says it was after step {self._step}. Load the "
             f"checkpoint of that step into the model (and its optimizer) first, or say which step it is: resume=n."
         )
 
@@ -156,14 +156,14 @@ class _Checkpoint:
         before = mine["optimizer"][-1] if mine.height else watched.kind
         if before != watched.kind:
             raise RecordingError(
-                f"resume: {watched.ledger.name!r} was trained by an optimizer of the kind {before!r} in {self._folder} and is now given "
+                f"resume: {watched.parameter.name!r} was trained by an optimizer of the kind {before!r} in {self._folder} and is now given "
                 f"to one of the kind {watched.kind!r}. A dual form holds for one kind: record this phase into another folder."
             )
 
     def _compare_counters(self, watched: WatchedParameter, mine: pl.DataFrame, since_snapshot: pl.DataFrame) -> None:
         """How many updates the optimizer has counted: Adam and its relatives correct their averages by it."""
         for name, now in watched.counters.items():
-            stored = f"state.{watched.ledger.name}.{name}"
+            stored = f"state.{watched.parameter.name}.{name}"
             at_snapshot = float(self._snapshot[stored]) if stored in self._snapshot else None
             recorded = COUNTED_AS[name]
             if recorded in mine.columns and mine.height and mine[recorded][-1] is not None:
@@ -177,7 +177,7 @@ class _Checkpoint:
                 continue
             if not math.isclose(now, known, rel_tol=1e-6):
                 raise RecordingError(
-                    f"resume: the optimizer's {name} of {watched.ledger.name!r} is {now:g}, and {known:g} after step {self._step} in "
+                    f"resume: the optimizer's {name} of {watched.parameter.name!r} is {now:g}, and {known:g} after step {self._step} in "
                     f"{self._folder}. {LOAD_STATE}"
                 )
 
@@ -188,19 +188,19 @@ class _Checkpoint:
             return
         momentum = watched.tensors.get("momentum_buffer")
         if momentum is None:
-            self._without_buffer.append(watched.ledger.name)
+            self._without_buffer.append(watched.parameter.name)
             return
-        self._with_buffer.append(watched.ledger.name)
-        known = self._momentum_fingerprint(watched.ledger, since_snapshot)
+        self._with_buffer.append(watched.parameter.name)
+        known = self._momentum_fingerprint(watched.parameter, since_snapshot)
         if known is None:
             return
         fingerprint, bound = known
-        now = watched.ledger.projection.fingerprint(watched.ledger.look(momentum))
+        now = watched.parameter.projection.fingerprint(watched.parameter.look(momentum))
         if not abs(now - fingerprint) <= bound:
             self._refuse_state(watched, "momentum_buffer")
 
     def _momentum_fingerprint(
-        self, ledger: ParameterLedger, since_snapshot: pl.DataFrame
+        self, parameter: RecordedParameter, since_snapshot: pl.DataFrame
     ) -> tuple[float, float] | None:
         """The fingerprint of SGD's momentum after the last update, and how far rounding may have moved it.
 
@@ -209,11 +209,11 @@ class _Checkpoint:
         """
         if self._is_inexact or since_snapshot["after"].null_count() or not (since_snapshot["lr"] > 0).all():
             return None
-        projection = ledger.projection
-        weight = projection.fingerprint(projection.look(self._snapshot[f"model.{ledger.name}"]))
-        stored = f"state.{ledger.name}.momentum_buffer"
+        projection = parameter.projection
+        weight = projection.fingerprint(projection.look(self._snapshot[f"model.{parameter.name}"]))
+        stored = f"state.{parameter.name}.momentum_buffer"
         momentum = projection.fingerprint(projection.look(self._snapshot[stored])) if stored in self._snapshot else 0.0
-        rounding = audit.SLACK * roundoff(ledger.parameter) * np.sqrt(ledger.parameter.numel()) * ledger.size
+        rounding = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
         error = 0.0
         for update in since_snapshot.iter_rows(named=True):
             moved = (weight - update["after"]) / update["lr"]
@@ -231,35 +231,35 @@ class _Checkpoint:
 
     def _compare_state(self, watched: WatchedParameter) -> None:
         """Every tensor of the optimizer, both ways."""
-        prefix = f"state.{watched.ledger.name}."
+        prefix = f"state.{watched.parameter.name}."
         every = {name.removeprefix(prefix) for name in self._snapshot if name.startswith(prefix)}
         known = every - set(COUNTED_AS)
         missing, added = sorted(known - set(watched.tensors)), sorted(set(watched.tensors) - known)
         if missing and not added and not watched.is_elementwise:
-            self._without_buffer.append(watched.ledger.name)
+            self._without_buffer.append(watched.parameter.name)
             return
         if missing:
             self._refuse_missing(watched, missing)
         if added:
             raise RecordingError(
-                f"resume: the optimizer has {', '.join(added)} for {watched.ledger.name!r}, which the recording in {self._folder} did "
+                f"resume: the optimizer has {', '.join(added)} for {watched.parameter.name!r}, which the recording in {self._folder} did "
                 f"not have after step {self._step}. {LOAD_STATE}"
             )
         for name, value in watched.tensors.items():
             if not _is_same(self._snapshot[prefix + name], value):
                 self._refuse_state(watched, name)
         if known:
-            self._with_buffer.append(watched.ledger.name)
+            self._with_buffer.append(watched.parameter.name)
 
     def _refuse_state(self, watched: WatchedParameter, name: str) -> None:
         raise RecordingError(
-            f"resume: the optimizer's {name} of {watched.ledger.name!r} is not what it was after step {self._step} in "
+            f"resume: the optimizer's {name} of {watched.parameter.name!r} is not what it was after step {self._step} in "
             f"{self._folder}. {LOAD_STATE}"
         )
 
     def _refuse_missing(self, watched: WatchedParameter, missing: list[str]) -> None:
         raise RecordingError(
-            f"resume: the optimizer has no {', '.join(missing)} for {watched.ledger.name!r}, which it had after step {self._step} in "
+            f"resume: the optimizer has no {', '.join(missing)} for {watched.parameter.name!r}, which it had after step {self._step} in "
             f"{self._folder}: it is a new one, or its state was not loaded. {LOAD_STATE}"
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.native.kernels import address, kernels
-from dualform.record.parameters import ParameterLedger
+from dualform.record.parameters import RecordedParameter
 from dualform.record.silent import silent_slots
 from dualform.store.encoding import TORCH, Encoded
 from dualform.store.memory import Part, Pool, Stream
@@ -26,11 +26,11 @@ FIELDS = 12
 
 
 @dataclass(frozen=True, eq=False)
-class Taking:
+class LoopPlan:
     """How the slots of a layer are taken."""
 
-    weight: ParameterLedger
-    bias: ParameterLedger | None
+    weight: RecordedParameter
+    bias: RecordedParameter | None
     key_name: str
     """Where the memory of the copies comes from (see Pool)."""
     error_name: str
@@ -50,7 +50,7 @@ class Slots:
     """(n, d_in)."""
     errors: Tensor
     """(n, d_out)."""
-    how: Taking
+    how: LoopPlan
     may_repeat: bool = False
     """Whether its keys may come again, so that equal ones are stored once."""
     taken: bool = False
@@ -64,10 +64,10 @@ class Slots:
     silent: Bools | None = None
     """(n,): which error signals are zero; None: none of them."""
 
-    def added(self, error_terms: float = 0.0) -> list[tuple[ParameterLedger, Sums, float]]:
+    def added(self, error_terms: float = 0.0) -> list[tuple[RecordedParameter, Sums, float]]:
         """Weight and bias: what is added to the gradient, and a bound on the sum of its absolute terms.
 
-        error_terms: as Found has it.
+        error_terms: as LayerSlots has it.
         """
         weight, bias, outputs, begin = self.how.weight, self.how.bias, self.how.weight.rows, self.begin
         middle = begin + weight.columns * outputs
@@ -80,8 +80,8 @@ class Slots:
         return found
 
 
-class Room:
-    """Memory for the slots of some calls, and what the loop is told of it. Found again with the memory."""
+class CallBuffers:
+    """Memory for the slots of some calls, and what the loop is told of it. LayerSlots again with the memory."""
 
     def __init__(self, calls: Sequence[Slots], copies: Sequence[Encoded], cut_for: tuple[Any, ...] = ()):
         self.told, self.size, self.cut_for = array("q"), 0, cut_for
@@ -107,7 +107,7 @@ class Room:
             at += FIELDS
 
 
-class Taker:
+class SlotLoop:
     """Takes the slots of ordinary calls, into memory of a pool."""
 
     def __init__(self, dtype: str, pool: Pool):
@@ -134,7 +134,7 @@ class Taker:
                 alike = alike and keys.size(0) == todo[0].keys.size(0)
         if not todo:
             return not calls
-        told, size = self._rooms(todo, alike)
+        told, size = self._buffers(todo, alike)
         threads = torch.get_num_threads()
         sums = np.empty(size * threads)
         odd = self._loops.slots(len(todo), told.buffer_info()[0], address(sums), threads)
@@ -146,7 +146,7 @@ class Taker:
             self._give_back_odd(todo, sums[:size])
         return not odd and len(todo) == len(calls)
 
-    def _rooms(self, calls: list[Slots], alike: bool) -> tuple[array[int], int]:
+    def _buffers(self, calls: list[Slots], alike: bool) -> tuple[array[int], int]:
         """Give calls their memory; gives what the loop is told, and how many sums there are.
 
         Those that come together again and again, as many slots of each, get memory that is cut for all of them.
@@ -162,7 +162,7 @@ class Taker:
                 self._parts = self._pool.take_slab(count, _streams(calls, self._kind))[::-1]
             part = self._parts.pop()
             if part.note is None or part.note.cut_for != now:  # other layers of the same sizes had it before
-                part.note = Room(calls, part.vectors, now)
+                part.note = CallBuffers(calls, part.vectors, now)
             room = part.note
             room.tell(calls)
             return room.told, room.size
@@ -170,7 +170,9 @@ class Taker:
         for call in calls:
             count, streams = call.keys.size(0), _streams([call], self._kind)
             names = call.how.key_name, call.how.error_name
-            room = Room([call], [self._pool.take(name, count, *one) for name, one in zip(names, streams, strict=False)])
+            room = CallBuffers(
+                [call], [self._pool.take(name, count, *one) for name, one in zip(names, streams, strict=False)]
+            )
             room.tell([call])
             call.begin = size
             told, size = told + room.told, size + room.size

@@ -1,7 +1,7 @@
 """Turns backward passes into the updates, slots and rows of a step.
 
 Everything here happens in an optimizer's hooks, before or after its update. An exception may come at any moment (Ctrl-C), so an update is
-first written down apart from everything else (`prepare`). Then its slots are taken out of the ledger (`consume`), and it counts once the
+first written down apart from everything else (`prepare`). Then its slots are taken out of the pending passes (`consume`), and it counts once the
 optimizer has returned.
 """
 
@@ -19,9 +19,10 @@ from dualform.errors import UnexplainedError
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients
-from dualform.record.parameters import Link, ParameterLedger
-from dualform.record.passes import LayerLedger, Ledger, ModuleLedger
+from dualform.record.parameters import PassShare, RecordedParameter
+from dualform.record.passes import IGNORED_HOOKS, PendingPasses
 from dualform.record.projections import Projections
+from dualform.record.recorded import RecordedLayer, RecordedModule
 from dualform.recursions import KINDS
 from dualform.store import records
 from dualform.store.format import NO_ROW, Mark
@@ -31,9 +32,9 @@ UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
 @dataclass(slots=True)
 class _Audited:
-    ledger: ParameterLedger
+    parameter: RecordedParameter
     gradient: Tensor
-    links: list[Link]
+    shares: list[PassShare]
     verdict: audit.Verdict
     settings: dict[str, float]
     factors: dict[int, float] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class OpenStep:
     """By batch() call: the number of its first row."""
     backward_of: dict[int, int] = field(default_factory=dict)
     """By backward pass: its number in this step."""
-    stored: dict[LayerLedger, set[int]] = field(default_factory=dict)
+    stored: dict[RecordedLayer, set[int]] = field(default_factory=dict)
     """By layer: the backward passes whose slots are in it. Weight and bias may have different optimizers."""
 
     def copy(self) -> OpenStep:
@@ -85,10 +86,10 @@ class Update:
     """The last backward pass before it."""
     others: list[tuple[Tensor, int]]
     """The optimizer's parameters that are not recorded, with PyTorch's counts of their changes."""
-    modules: list[ModuleLedger] = field(default_factory=list)
-    layers: list[LayerLedger] = field(default_factory=list)
-    parameters: list[ParameterLedger] = field(default_factory=list)
-    """What it takes out of the ledger: modules that need a new batch() call, slots, and what backward passes added to gradients."""
+    modules: list[RecordedModule] = field(default_factory=list)
+    layers: list[RecordedLayer] = field(default_factory=list)
+    parameters: list[RecordedParameter] = field(default_factory=list)
+    """What it takes out of the pending passes: modules that need a new batch() call, slots, and what backward passes added to gradients."""
     gradients: Gradients = field(default_factory=list)
     """The gradients that it was audited with, with PyTorch's counts of their changes."""
     edited: bool = False
@@ -104,9 +105,9 @@ class Update:
 class StepBuilder:
     """Turns the backward passes of one recording into steps."""
 
-    def __init__(self, ledger: Ledger, optimizers: Sequence[Optimizer], *, keep: str, on_unexplained: str):
-        self.watch = EditWatch(optimizers, ledger.parameters)
-        self._ledger = ledger
+    def __init__(self, passes: PendingPasses, optimizers: Sequence[Optimizer], *, keep: str, on_unexplained: str):
+        self.watch = EditWatch(optimizers, passes.parameters)
+        self._passes = passes
         self._optimizers = optimizers
         self._keep = keep
         self._on_unexplained = on_unexplained
@@ -115,9 +116,9 @@ class StepBuilder:
 
     def _settle_edits(self, update: Update, is_unchanged: Mapping[int, bool]) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
-        for name, (ledger, how) in self.watch.edits(is_unchanged).items():
+        for name, (parameter, how) in self.watch.edits(is_unchanged).items():
             update.edited = True
-            self._complain(update.step.record, ledger, f"{name!r} {how}. Its dual form no longer holds. End the recording before "
+            self._complain(update.step.record, parameter, f"{name!r} {how}. Its dual form no longer holds. End the recording before "
                            f"such a change and begin a new one after it")  # fmt: skip
 
     def remember_after(self, update: Update) -> None:
@@ -132,15 +133,15 @@ class StepBuilder:
 
         step: one that nobody else uses; it gets the update. within: the call of optimizer.step().
         """
-        step.record.row_evidence |= self._ledger.rows.news
+        step.record.row_evidence |= self._passes.rows.news
         self.watch.refuse_shared()
         watch = self.watch[number]
         others = [(one, one._version) for one in watch.others]
-        update = Update(number, step, within, self._ledger.last_task, others)
+        update = Update(number, step, within, self._passes.last_task, others)
         step.updated_by |= {number}
         projections = watch.projections
         gradients = [parameter.grad for parameter in projections.parameters]
-        same = projections.before_update(gradients, [_only_pass(ledger) for ledger in projections.ledgers])
+        same = projections.before_update(gradients, [_only_pass(parameter) for parameter in projections.recorded])
         self._settle_edits(update, {number: same})
         update.gradients = watch.gradients()
         audited = list(self._audit(step.record, projections, gradients, watch.settings()))
@@ -150,28 +151,29 @@ class StepBuilder:
         return update
 
     def consume(self, update: Update) -> None:
-        """Take the slots of an update out of the ledger. Doing so again changes nothing."""
+        """Take the slots of an update out of the pending passes. Doing so again changes nothing."""
         for layer in update.layers:
             waiting = self._waiting_tasks(layer, update)
             layer.forget({task for task in layer.tasks() if task <= update.last_task and task not in waiting})
         for parameter in update.parameters:
             parameter.forget_until(update.last_task)
-        self._ledger.spent.update(update.modules)
+        self._passes.spent.update(update.modules)
+        self._passes.updates += 1
 
-    def _waiting_tasks(self, layer: LayerLedger, update: Update) -> set[int]:
+    def _waiting_tasks(self, layer: RecordedLayer, update: Update) -> set[int]:
         """The backward passes that an update has not stored, and that other parameters of the layer may need.
 
         Weight and bias may have different optimizers. That of the bias stores no slots if its gradient is rounding alone.
         """
         others = [parameter for _, parameter in layer.uses if parameter not in update.parameters]
-        counted = {link.task for parameter in others for link in parameter.links if link.counted}
+        counted = {share.task for parameter in others for share in parameter.shares if share.counted}
         return counted - update.step.stored.get(layer, set())
 
     def retire(self, step: OpenStep) -> None:
         """A step is over: its backward passes cannot be part of another one."""
         for layer, tasks in step.stored.items():
             layer.consumed.extend(tasks.difference(layer.consumed))
-        self._ledger.rows.forget_news(step.record.row_evidence)
+        self._passes.rows.forget_news(step.record.row_evidence)
 
     def _write(self, update: Update, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
@@ -180,33 +182,33 @@ class StepBuilder:
         for one in audited:
             # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
             # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
-            if not one.verdict.determined and elementwise and self._keeps_gradient(one.ledger):
+            if not one.verdict.determined and elementwise and self._keeps_gradient(one.parameter):
                 continue
-            for link, factor in zip(one.links, one.verdict.factors, strict=True):
+            for share, factor in zip(one.shares, one.verdict.factors, strict=True):
                 if factor != 0:
-                    one.factors[link.task] = factor * unscaled
-        self._store_slots({one.ledger.number: one.factors for one in audited}, update)
+                    one.factors[share.task] = factor * unscaled
+        self._store_slots({one.parameter.number: one.factors for one in audited}, update)
         numbers, factors = update.step.backward_of, []
         for one in audited:
             listed = [0.0] * (1 + max([numbers[task] for task in one.factors], default=-1))
             for task, factor in one.factors.items():
                 listed[numbers[task]] = factor
             factors.append(listed)
-            update.parameters.append(one.ledger)
+            update.parameters.append(one.parameter)
         update.step.record.updates.append(
             records.Update(
                 kind,
-                [one.ledger.number for one in audited],
+                [one.parameter.number for one in audited],
                 [one.settings for one in audited],
                 factors,
                 [one.verdict.residual for one in audited],
-                [one.verdict.size * unscaled / math.sqrt(one.ledger.columns) for one in audited],
-                [_copied(one.gradient, unscaled) if self._keeps_gradient(one.ledger) else None for one in audited],
+                [one.verdict.size * unscaled / math.sqrt(one.parameter.columns) for one in audited],
+                [_copied(one.gradient, unscaled) if self._keeps_gradient(one.parameter) else None for one in audited],
             )
         )
 
-    def _keeps_gradient(self, ledger: ParameterLedger) -> bool:
-        return not ledger.is_matrix and self._keep != "keys"
+    def _keeps_gradient(self, parameter: RecordedParameter) -> bool:
+        return not parameter.is_matrix and self._keep != "keys"
 
     def _audit(
         self,
@@ -217,29 +219,29 @@ class StepBuilder:
     ) -> Iterator[_Audited]:
         """Do the slots explain the gradients that were looked at?"""
         audited = []
-        for place, (ledger, gradient) in enumerate(zip(projections.ledgers, gradients, strict=True)):
+        for place, (parameter, gradient) in enumerate(zip(projections.recorded, gradients, strict=True)):
             if gradient is None:
                 continue
-            links = [link for link in ledger.links if link.counted]
+            shares = [share for share in parameter.shares if share.counted]
             own = settings[place]
-            units = [ledger.bound_coarse_error(link) for link in links if link.coarse_dtype is not None]
+            units = [parameter.bound_coarse_error(share) for share in shares if share.coarse_dtype is not None]
             if units:
                 own = {**own, "autocast": max(units)}
             verdict = projections.verdict(place)
-            if not all(link.audited for link in links):
-                verdict = audit.unaudited(links)
+            if not all(share.audited for share in shares):
+                verdict = audit.unaudited(shares)
             elif verdict is None or not verdict.determined:  # the compiled loop knows nothing of other gradients
-                verdict = audit.explain(links, projections.seen(place), ledger.roundoff)
-            audited.append((place, _Audited(ledger, gradient, links, verdict, own)))
+                verdict = audit.explain(shares, projections.seen(place), parameter.roundoff)
+            audited.append((place, _Audited(parameter, gradient, shares, verdict, own)))
         _share_factors(projections, audited)
         for _, one in audited:
             if not one.verdict.explained:
-                self._unexplained(step, one.ledger, one.verdict, one.links)
+                self._unexplained(step, one.parameter, one.verdict, one.shares)
             yield one
 
     def _store_slots(self, tasks: Mapping[int, Iterable[int]], update: Update) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; the others are forgotten."""
-        for module in self._ledger.modules:
+        for module in self._passes.modules:
             if not any(p.number in tasks for p in module.parameters):
                 continue
             for layer in module.layers:
@@ -252,7 +254,7 @@ class StepBuilder:
                     update.layers.append(layer)
             update.modules.append(module)
 
-    def _store(self, layer: LayerLedger, task: int, step: OpenStep) -> None:
+    def _store(self, layer: RecordedLayer, task: int, step: OpenStep) -> None:
         if task in layer.problems:
             raise layer.problems[task]
         if task in layer.consumed:
@@ -271,27 +273,32 @@ class StepBuilder:
         step.stored.setdefault(layer, set()).add(task)
 
     def _unexplained(
-        self, step: records.Step, ledger: ParameterLedger, verdict: audit.Verdict, links: list[Link]
+        self, step: records.Step, parameter: RecordedParameter, verdict: audit.Verdict, shares: list[PassShare]
     ) -> None:
-        tasks = {link.task for link in links}
-        for layer in self._layers_of(ledger):
+        tasks = {share.task for share in shares}
+        for layer in self._layers_of(parameter):
             for task, problem in layer.problems.items():
                 if task in tasks:
                     raise problem
+        if not any(module.called for module in self._passes.modules if parameter in module.parameters):
+            self._complain(
+                step, parameter, f"{parameter.name!r} has a gradient, but its module was never called. {IGNORED_HOOKS}"
+            )
+            return
         self._complain(
             step,
-            ledger,
-            f"{ledger.name!r} {UNEXPLAINED} (residual {verdict.residual:.1e} of its size). Likely causes: gradients "
+            parameter,
+            f"{parameter.name!r} {UNEXPLAINED} (residual {verdict.residual:.1e} of its size). Likely causes: gradients "
             f"clipped by value or with noise added, gradients not zeroed since an earlier step, the parameter used "
             f"outside its module (F.linear), or its input changed in place. Scaling, clipping by norm and accumulation "
             f"are understood",
         )
 
-    def _layers_of(self, ledger: ParameterLedger) -> list[LayerLedger]:
-        return [layer for layer in self._ledger.layers if any(p is ledger for _, p in layer.uses)]
+    def _layers_of(self, parameter: RecordedParameter) -> list[RecordedLayer]:
+        return [layer for layer in self._passes.layers if any(p is parameter for _, p in layer.uses)]
 
-    def _complain(self, step: records.Step, ledger: ParameterLedger, what: str) -> None:
-        layers = [layer.layer.name for layer in self._layers_of(ledger)]
+    def _complain(self, step: records.Step, parameter: RecordedParameter, what: str) -> None:
+        layers = [layer.layer.name for layer in self._layers_of(parameter)]
         if self._on_unexplained == "raise":
             raise UnexplainedError(
                 f"layer {layers[0]!r}, step {step.number}: {what}. To let the training go on and mark the layer as inexact "
@@ -301,13 +308,13 @@ class StepBuilder:
             step.marks.setdefault(layer, Mark(step.number, what))
 
 
-def _only_pass(ledger: ParameterLedger) -> Link | None:
+def _only_pass(parameter: RecordedParameter) -> PassShare | None:
     """The only backward pass that has added to a gradient, in the parameter's own type; None: there are others, or none."""
-    links = ledger.links
-    if len(links) != 1:
+    shares = parameter.shares
+    if len(shares) != 1:
         return None
-    link = links[0]
-    return link if link.counted and link.audited and link.coarse_dtype is None else None
+    share = shares[0]
+    return share if share.counted and share.audited and share.coarse_dtype is None else None
 
 
 def _share_factors(projections: Projections, audited: list[tuple[int, _Audited]]) -> None:
@@ -319,16 +326,16 @@ def _share_factors(projections: Projections, audited: list[tuple[int, _Audited]]
     audit.share_factors(verdicts)
     likely = audit.likely_factors(verdicts)
     for place, one in audited:
-        if one.verdict.determined or not one.links or not bool(one.gradient.detach().any()):
+        if one.verdict.determined or not one.shares or not bool(one.gradient.detach().any()):
             continue
         # It is nothing but rounding, as that of a bias before a normalisation is
         for factor in likely:
-            one.verdict = audit.explain(one.links, projections.seen(place), one.ledger.roundoff, last_factor=factor)
+            one.verdict = audit.explain(one.shares, projections.seen(place), one.parameter.roundoff, last_factor=factor)
             if one.verdict.explained:
                 break
-        is_kept = not one.ledger.is_matrix
+        is_kept = not one.parameter.is_matrix
         if not one.verdict.explained and is_kept and not any(other.determined for other in verdicts):
-            one.verdict = audit.explain_rounding(one.links, projections.seen(place), one.ledger.roundoff)
+            one.verdict = audit.explain_rounding(one.shares, projections.seen(place), one.parameter.roundoff)
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:

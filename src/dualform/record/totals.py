@@ -22,10 +22,10 @@ from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated, Piece, Rounded, Updates
 from dualform.totals.groups import Numbering
 
-Wanted = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
+TotalsRequest = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
 
 
-def groupings(wanted: Wanted | str | None, keep: str) -> tuple[Grouping, ...]:
+def groupings(wanted: TotalsRequest | str | None, keep: str) -> tuple[Grouping, ...]:
     """What the user said in totals=, checked."""
     if not wanted:
         if keep == "totals":

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Naming = Callable[[str], str]
 """The full name of one of a module's own parameters."""
 Errors = Sequence[Tensor | None] | None
-"""The gradients of a watch's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
+"""The gradients of a source's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
 
 
 @dataclass(slots=True)
-class Found:
+class LayerSlots:
     """Keys (*lead, …) and error signals (*lead, …) of one of a module's layers."""
 
     layer: str
@@ -34,18 +35,29 @@ class Found:
     """The same for error signals that are sums, or that were computed again."""
     partial_sums: int = 1
     """Under autocast: how many parts of a weight's gradient were each rounded to 16 bits before they were added up."""
-    is_rounded_otherwise: bool = False
+    errors_recomputed: bool = False
     """Under autocast: whether error signals were rounded elsewhere than in the training, where a fused kernel does not show them."""
 
 
 @dataclass(slots=True)
-class Watch:
+class SlotSource:
     """Where slots will come from."""
 
     outputs: list[Tensor]
     """The tensors whose gradients are needed."""
-    slots: Callable[[Errors], list[Found]]
+    slots: Callable[[Errors], list[LayerSlots]]
     key: Tensor
     """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
-    keys: Callable[[], list[Found]] | None = None
+    keys: Callable[[], list[LayerSlots]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""
+
+
+def map_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returned, with each tensor replaced by another one."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, PackedSequence):
+        return output._replace(data=change(output.data))
+    if isinstance(output, tuple):
+        return tuple(map_tensors(part, change) for part in output)
+    return output

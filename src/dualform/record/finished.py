@@ -1,0 +1,193 @@
+"""What happens to finished steps: they are added to totals and curvature and given to the writer, with snapshots of the weights.
+
+All of this can be done again for a step, after an exception has interrupted it, without being counted twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import RecordingError
+from dualform.record.curvature import OnlineCurvature
+from dualform.record.interrupts import INTERRUPTS
+from dualform.record.passes import PendingPasses
+from dualform.record.steps import StepBuilder
+from dualform.record.totals import OnlineTotals
+from dualform.store import format as store
+from dualform.store import records
+from dualform.store.writer import Writer
+
+SNAPSHOT_SHARE = 8
+"""Snapshots are taken when the slots since the last one take this many times its size: at most 1/8 more disk."""
+STRETCH_BYTES = 32 << 20
+"""How many bytes of slots are folded into totals at a time."""
+SNAPSHOT_CHUNKS = 4
+"""… and not before this many chunks' worth."""
+
+
+def snapshot_of(model: nn.Module, steps: StepBuilder) -> dict[str, Tensor]:
+    """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
+    tensors = {
+        f"model.{name}": _copied(value)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
+    }
+    for watched in steps.watch.parameters():
+        prefix = f"state.{watched.parameter.name}"
+        for name, value in watched.tensors.items():
+            tensors[f"{prefix}.{name}"] = _copied(value)
+        for name, number in watched.counters.items():
+            tensors[f"{prefix}.{name}"] = torch.tensor([number], dtype=torch.float64)
+    return tensors
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy in a type that can be stored: 16 and 8 bits that NumPy does not know become float32, exactly."""
+    value = value.detach().cpu()
+    known = value.dtype in (torch.float16, torch.float32, torch.float64) or not value.is_floating_point()
+    return (value.clone() if known else value.float()).contiguous()
+
+
+class FinishedSteps:
+    """Stores finished steps, and snapshots between them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        writer: Writer,
+        passes: PendingPasses,
+        steps: StepBuilder,
+        totals: OnlineTotals | None,
+        curvature: OnlineCurvature | None,
+        chunk_bytes: int,
+    ):
+        self._model = model
+        self._writer = writer
+        self._passes = passes
+        self._steps = steps
+        self._chunk_bytes = chunk_bytes
+        self.totals = totals
+        self.curvature = curvature
+        self.columns: tuple[store.Column, ...] | None = writer.manifest.columns or None
+        self.is_closing = False
+        """Whether the training is over."""
+        self.problem: Exception | None = None
+        """Why steps could be stored at the end only without their part in totals and curvature."""
+        self.has_given_up_totals = False
+        self._totals_lent = False
+        """Whether the writer may be writing the totals, which are not copied for it."""
+        self.is_checkpointed = self.keeps_only_totals and writer.manifest.end_step > 0
+        """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
+        self._since_snapshot = 0
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in snapshot_of(model, steps).values())
+
+    @property
+    def keeps_only_totals(self) -> bool:
+        """Whether no slots are stored."""
+        return self._writer.manifest.keep == "totals"
+
+    def put(self, step: records.Step) -> None:
+        """Give a step to totals, curvature and writer."""
+        nbytes = step.nbytes
+        if self.curvature is not None:
+            with INTERRUPTS.held((self, "curvature")):
+                self.curvature.add(step, [layer.layer for layer in self._passes.layers])
+        if self.totals is not None and not self.totals.is_whole:
+            self._go_on_without_totals()
+        if self.totals is None:
+            self._writer.put(step, self.columns or ())
+        else:
+            with INTERRUPTS.held((self, "totals")):
+                self.totals.add(step)
+            if self.totals.nbytes >= STRETCH_BYTES:
+                self.fold()
+        self._since_snapshot += nbytes
+
+    def put_without_extras(self, error: Exception) -> None:
+        """Totals or curvature have failed at the end. Slots depend on neither."""
+        self.problem = error
+        self.curvature = None
+        self._give_up_totals()
+
+    def fold(self) -> None:
+        """Fold steps into the totals, and give them to the writer."""
+        totals = self.totals
+        if totals is None:
+            return
+        if self._totals_lent:
+            self._writer.wait()
+            self._totals_lent = False
+        with INTERRUPTS.held((self, "totals")):
+            totals.fold()
+        for step in totals.folded:
+            if self.keeps_only_totals:
+                step.drop_slots(self._passes.store_as.pool)
+            self._writer.put(step, self.columns or ())
+        totals.folded = []
+
+    def _go_on_without_totals(self) -> None:
+        """An exception has left the totals half-way."""
+        message = (
+            f"an exception came while the totals of {self._writer.folder} were summed up, so they cannot be carried on"
+        )
+        if self.keeps_only_totals:
+            raise RecordingError(
+                f"{message}. The store ends with step {self._writer.manifest.end_step}: go on from there with record(…, resume=True)."
+            )
+        if self.is_closing:
+            raise RecordingError(f"{message}. Build them from the slots: dualform.build_totals(path, by).")
+        self._give_up_totals()
+        warnings.warn(
+            f"{message}. Build them from the slots when the recording is closed: dualform.build_totals(path, by).",
+            stacklevel=6,
+        )
+
+    def _give_up_totals(self) -> None:
+        """Keep what was collected for them all the same."""
+        totals = self.totals
+        if totals is not None:
+            for step in (*totals.folded, *totals.collected):
+                self._writer.put(step, self.columns or ())
+            self.has_given_up_totals = True
+            self.totals = None
+
+    # Snapshots
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Whether enough was stored since the last one."""
+        enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
+        return self._since_snapshot >= enough and not self.is_checkpointed
+
+    def put_snapshot(self, end_step: int, next_row: int) -> None:
+        """Hand over the weights, which must be those of the last step, and the totals."""
+        if self.keeps_only_totals and self.totals is None:
+            return  # weights without totals would be of no use
+        weights = snapshot_of(self._model, self._steps)
+        if self.curvature is not None:
+            weights |= self.curvature.tensors()
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in weights.values())
+        if not self.put_totals(weights, end_step, next_row):
+            self._writer.snapshot(end_step, weights)
+        if self.curvature is not None:
+            self.curvature.clear()
+        self._since_snapshot = 0
+
+    def put_totals(self, weights: dict[str, Tensor] | None, end_step: int, next_row: int) -> bool:
+        """Hand over the totals, with the weights that belong to them, if they are known; False: there are none."""
+        self.fold()
+        if self.totals is None or self.columns is None or not end_step:
+            return False
+        if weights is None and self.keeps_only_totals:
+            return False  # what is there, of an earlier step, has its weights
+        sealed = self.totals.sealed(end_step, next_row, self.columns)
+        self._snapshot_bytes += sealed.nbytes
+        # They may take half of the memory, so they are written as they are, without a copy
+        self._totals_lent = True
+        self._writer.totals(sealed, weights)
+        self._writer.wait()
+        self._totals_lent = False
+        return True
