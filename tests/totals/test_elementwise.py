@@ -9,7 +9,7 @@ from torch import nn
 
 import dualform
 from dualform.dual.totals import find
-from dualform.record import recording
+from dualform.record import finished
 
 SAMPLES, ROWS, TIME, TOKENS, CLASSES, STEPS = 10, 4, 3, 5, 3, 8
 OPTIMIZERS = {
@@ -108,7 +108,7 @@ def runs(request, tmp_path_factory):
     folder, by = tmp_path_factory.mktemp("runs"), BY[network]
     common = {"chunk_bytes": 8000, "microbatches": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "STRETCH_BYTES", 20_000)  # several stretches
+        patch.setattr(finished, "STRETCH_BYTES", 20_000)  # several stretches
         plain, _ = train(folder / "plain", network, optimizer, **common)
         if how == "built":
             other, _ = train(folder / "totals", network, optimizer, **common)

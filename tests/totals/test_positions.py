@@ -7,7 +7,7 @@ from torch import nn
 
 import dualform
 from dualform.layers import recurrent
-from dualform.record import recording
+from dualform.record import finished
 
 TOKENS, ROWS, WINDOW, WIDTH = 24, 3, 4, 5
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
@@ -51,7 +51,7 @@ def sums(dual, layer="rnn"):
     "options", [{}, {"layers": 2}, {"throw_away": True}, {"throw_away": True, "set_to_none": False}]
 )
 def test_totals_are_the_sums_over_slots(tmp_path, kind, options, monkeypatch):
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 3000)
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 3000)
     assert_the_sums_over_slots(tmp_path, kind, options)
 
 

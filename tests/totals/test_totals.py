@@ -12,7 +12,7 @@ from dualform.dual import totals as dual_totals
 from dualform.dual.masked import masked_by_groups
 from dualform.dual.totals import find
 from dualform.errors import NotRecordedError, QuestionError, RecordingError
-from dualform.record import recording
+from dualform.record import finished
 
 FEATURES, CLASSES, SAMPLES = 5, 3, 20
 
@@ -43,7 +43,7 @@ def train(path, model, *, steps=12, start=0, optimizer=None, microbatches=1, **s
 @pytest.fixture(params=["online", "built", "only"])
 def runs(request, tmp_path, monkeypatch):
     """(a run with slots alone, the same run with totals), the totals made in three ways."""
-    monkeypatch.setattr(recording, "STRETCH_BYTES", 1500)  # several stretches
+    monkeypatch.setattr(finished, "STRETCH_BYTES", 1500)  # several stretches
     plain, model = tmp_path / "plain", network()
     x = train(plain, model, chunk_bytes=2000, microbatches=2)
     path, other = tmp_path / "totals", network()
@@ -171,7 +171,7 @@ def test_totals_go_on_after_resume(tmp_path):
 
 def test_totals_alone_stay_where_the_checkpoint_is(tmp_path, monkeypatch):
     """An error, or the recorder's own snapshots, would take them to a step that no checkpoint has."""
-    monkeypatch.setattr(recording, "SNAPSHOT_SHARE", 0)
+    monkeypatch.setattr(finished, "SNAPSHOT_SHARE", 0)
     model, labels = network(), torch.arange(SAMPLES) % CLASSES
     x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
