@@ -129,11 +129,16 @@ def new_site() -> int:
 # the compiler, which takes seconds.
 new_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-# CUDA graphs replay kernels without running Python
-_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+# CUDA graphs replay kernels without running Python. Older versions of PyTorch do not know this tag.
+_TAGS: dict[str, Any] = {"tags": [torch.Tag.cudagraph_unsafe]} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
-@torch.library.custom_op("dualform::open_call", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op(
+    "dualform::open_call",
+    mutates_args=(),
+    schema="(Tensor output, Tensor key, int recording, int module, int site, bool is_data) -> (Tensor, Tensor)",
+    **_TAGS,
+)
 def open_call(
     output: Tensor, key: Tensor, recording: int, module: int, site: int, is_data: bool
 ) -> tuple[Tensor, Tensor]:
@@ -148,7 +153,12 @@ def _(output: Tensor, key: Tensor, recording: int, module: int, site: int, is_da
     return torch.empty_like(output), torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("dualform::hand_over", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op(
+    "dualform::hand_over",
+    mutates_args=(),
+    schema="(Tensor error, Tensor call, Tensor[] saved, int recording) -> Tensor",
+    **_TAGS,
+)
 def hand_over(error: Tensor, call: Tensor, saved: list[Tensor], recording: int) -> Tensor:
     """A compiled backward pass has reached a call. Returns a copy of its error signal."""
     calls = _RECORDINGS.get(recording)
