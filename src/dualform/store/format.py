@@ -276,7 +276,9 @@ def read_manifest(files: Files) -> Manifest:
     try:
         data = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise StoreDamagedError(f"{path} is damaged: it is no JSON, or holds what is no text that can be printed ({error}).") from None
+        raise StoreDamagedError(
+            f"{path} is damaged: it is no JSON, or holds what is no text that can be printed ({error})."
+        ) from None
     if not isinstance(data, dict) or data.get("format") != "dualform":
         raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
     _check_version(path.parent, data.get("version"))
