@@ -152,8 +152,11 @@ def _affine(module: nn.Module, name: str, named: Naming) -> list[Layer]:
 def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> list[Watch]:
     given = _first(arguments, "x" if isinstance(module, nn.RMSNorm) else "input")
     statistics = _running(module)
-    axes = module.get_parameter("weight").dim()
+    weight = module.get_parameter("weight")
+    axes = weight.dim()
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    # Under autocast, PyTorch's kernels multiply in float32 what came in as 16 bits
+    computed_in = torch.promote_types(given.dtype, weight.dtype)
 
     def slots(errors: Errors) -> list[Found]:
         if errors is None:  # there are no keys; this shows where the rows are
@@ -161,7 +164,7 @@ def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: A
         if errors[0] is None:
             return []
         error = errors[0]
-        normal, shift = _normalised(module, given.detach(), statistics)
+        normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
         parts = error * normal
         positions = math.prod(error.shape[2:]) if by_channel else 1
         key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
@@ -170,7 +173,16 @@ def _watch_affine(module: nn.Module, arguments: Arguments, output: Any, begun: A
             parts, error = (t.flatten(2).sum(2) if t.dim() > 2 else t for t in (parts, error))
         else:
             parts, error = parts.flatten(-axes), error.flatten(-axes)
-        return [Found("", parts, error, key_terms=key_terms, error_terms=error_terms)]
+        return [
+            Found(
+                "",
+                parts,
+                error,
+                key_terms=key_terms,
+                error_terms=error_terms,
+                is_rounded_otherwise=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
+            )
+        ]
 
     return [Watch([output], slots, given)]
 

@@ -37,7 +37,7 @@ class Link(audit.Link):
     partial_sums: int = 0
     """How many sums were rounded to that type before they were added up."""
     is_rounded_otherwise: bool = False
-    """Whether the error signals themselves were rounded elsewhere than in the training."""
+    """Whether terms or partial sums were rounded elsewhere than here: in a fused kernel of the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
 

@@ -172,7 +172,8 @@ class LayerLedger:
                 # Some convolutions round what each image adds
                 link.partial_sums += found.partial_sums if layer.geometry is None else len(errors)
                 link.is_rounded_otherwise |= found.is_rounded_otherwise
-            keys = keys.to(errors.dtype).to(kind) if keys.is_floating_point() else keys
+            if keys.is_floating_point() and layer.form != "parts":  # a part is a product already, not an input
+                keys = keys.to(errors.dtype).to(kind)
             errors = errors.to(kind)
         if layer.geometry is not None:
             size = tuple(keys.shape[2:])
