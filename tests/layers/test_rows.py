@@ -341,6 +341,15 @@ def test_fingerprints_do_not_depend_on_the_default_type():
     assert fingerprints(torch.ones(2, features), 1).tolist() == first.tolist()
 
 
+def test_fingerprints_of_equal_vectors_are_equal_even_if_the_product_cancels():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 150, generator=generator)
+    first, second = fingerprints(torch.stack([one, other]), 1)
+    cancelling = one - float(0.9999 * first / second) * other
+    numbers = fingerprints(cancelling.repeat(7, 1), 1)
+    assert np.ptp(numbers) <= 1e-9 * np.abs(numbers).max()
+
+
 def test_a_layout_has_rows_and_positions():
     assert (Layout((4, 3), 0).rows, Layout((4, 3), 0).positions) == (4, 3)
 

@@ -47,6 +47,10 @@ CLEARLY_BETTER = 0.1
 """If 16-bit arithmetic lets no reading fit up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's."""
 
 
+VECTORS_AT_ONCE = 4096
+"""Of so many vectors a copy in float64 is made at a time."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a tensor (*lead, features) is read as (rows, positions, features)."""
@@ -479,9 +483,12 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
     if flat.shape[-1] == 1:
         found = flat[..., 0].double()
     else:
-        direction = _direction(flat.shape[-1]).to(flat.device)
+        # A product may cancel, and float32 may round it differently in another place
+        direction = _direction(flat.shape[-1]).to(flat.device).double()
+        vectors = flat.reshape(-1, flat.shape[-1])
         with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
-            found = (flat.float() @ direction).double()
+            parts = [some.double() @ direction for some in torch.split(vectors, VECTORS_AT_ONCE)]
+        found = torch.cat(parts).reshape(flat.shape[:-1])
     numbers: Fingerprints = found.cpu().numpy()
     return numbers
 
