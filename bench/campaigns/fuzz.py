@@ -175,6 +175,8 @@ class Comparison:
         self.dual = dual
         self.model = model
         self.compared: list[str] = []
+        self.distances: dict[str, float] = {}
+        """By parameter: how far the dual is from the trained weights, which the certificate takes for rounding."""
         samples = data(case.spec, case.seed, case.dtype)
         self.inputs = samples.inputs[:QUERIES]
         keep = case.record["keep"]
@@ -215,6 +217,7 @@ class Comparison:
         certificate = self.dual.verify()
         if not certificate.passed:
             raise AssertionError(f"verify: {certificate}")
+        self.distances = dict(zip(certificate.frame["parameter"], certificate.frame["distance"], strict=True))
         self.compared.append("verify")
 
     def _rows_have_their_names(self) -> None:
@@ -304,7 +307,9 @@ class Comparison:
         totals = answer.total("part").drop_nulls("part").sort("query", "position", "part")
         groups = sorted({part for _, _, part in self.expected.rows})
         sums = np.array([[row[of_slots == group].sum() for group in groups] for row in expected])
-        _close(f"totals of {name}", totals["total"].to_numpy(), sums.reshape(-1), tolerance, size=_size(sums))
+        # A sum is rounded relative to its terms, which may cancel
+        size = _size(np.abs(expected).sum(1))
+        _close(f"totals of {name}", totals["total"].to_numpy(), sums.reshape(-1), tolerance, size=size)
 
     def _contributions_add_up(self) -> None:
         """Initial part and slots of the last layer make the output; the slots of each part make what the replay says."""
@@ -366,7 +371,9 @@ class Comparison:
             tolerance = rough if self.case.autocast or not self.case.is_exact else 1e-8
             if not self.case.is_exact and self.case.kind != "SGD":
                 continue  # rounding is divided by its own size
-            _close(f"masks of {name}", one + other, full + none, tolerance, size=size)
+            # A mask and its opposite make the dual, not the trained weights
+            rounding = self.distances[name] if not self.case.is_exact else self._rounding_of_masks(name)
+            _close(f"masks of {name}", one + other, full + none, tolerance, size=size, rounding=rounding)
             if self.case.is_exact and self.by_row and self._has_rows(name):
                 _close(f"initial part of {name}", none, self.expected.initial[name], self._sharp, size=size)
                 _close(f"{name} of part 1", one - none, self.expected.parts[1][name], self._sharp, size=size)
@@ -395,18 +402,19 @@ class Comparison:
         attention, scanned = with_totals.attend(self.inputs), without.attend(self.inputs)
         for name in attention:
             one, other = (each[name].total("part").sort("query", "position", "part") for each in (attention, scanned))
-            _close(f"kept totals of {name}", one["total"].to_numpy(), other["total"].to_numpy(), tolerance)
+            size = _size_of_terms(scanned[name])
+            _close(f"kept totals of {name}", one["total"].to_numpy(), other["total"].to_numpy(), tolerance, size=size)
         self.compared.append("totals")
         if not self.case.is_exact:
             return
         by_totals, by_scan = (each.masked(drop="part = 0").state_dict() for each in (with_totals, without))
         for name in by_totals:
-            rounding = self._rounding_of_masks(name) if name in self.expected.coefficients else 0.0
+            rounding = self._rounding_of_masks(name)
             found, scanned_mask = by_totals[name].numpy(), by_scan[name].numpy()
             _close(f"mask of {name} by totals", found, scanned_mask, 1e-8, rounding=rounding)
 
     def _rounding_of_masks(self, name: str) -> Array | float:
-        """How far two ways to sum the slots of a vector may be apart in a mask, in each element.
+        """How far two ways to sum the slots of a vector may be apart in a mask, in each element; 0 for a matrix.
 
         A sum of n terms is off by up to n roundoffs of their sizes (Higham, Accuracy and Stability of Numerical Algorithms, 4.2), whatever is
         left of it. In the bias of an attention's keys nothing is left: what a row writes there is rounding alone, which Adam divides by its
@@ -414,7 +422,8 @@ class Comparison:
         the replay. Under the Adam family, the library sums slots of vectors in the longest type there is.
         """
         store = self.dual.store
-        if name not in [parameter.name for parameter in store.manifest.parameters]:
+        is_recorded = name in [parameter.name for parameter in store.manifest.parameters]
+        if not is_recorded or not self.has_slots or name not in self.expected.coefficients:
             return 0.0
         updates = updates_of(store, name)
         roundoff = np.finfo(np.float64 if self.case.kind == "SGD" else np.longdouble).eps / 2
@@ -440,6 +449,12 @@ def _without_totals(folder: Path) -> None:
 
 def _size(values: Array) -> float:
     return float(np.abs(values).max(initial=0))
+
+
+def _size_of_terms(answer: Any) -> float:
+    """The largest sum of absolute attention weights: what totals add up may cancel, but its rounding does not."""
+    pieces = [scores.abs().sum(-1) for _, scores in answer.scores()]
+    return _size(torch.stack(pieces).sum(0).double().numpy()) if pieces else 0.0
 
 
 def _close(

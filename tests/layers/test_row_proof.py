@@ -126,6 +126,19 @@ def test_a_layer_that_is_called_in_training_only():
     assert found == {"norm": [FIRST], "head": [FIRST], "extra": [FIRST]}
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_two_rows_behind_a_batch_normalisation(order):
+    """A row that the ReLU makes zero stays what it is when the other row takes its place; the other row changes then."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 3), nn.Linear(3, 2))
+    rows = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])[order]
+    assert where(proof_of(model, rows, rows=2)) == {"0": [FIRST], "2": [FIRST], "3": [FIRST]}
+
+
+def test_two_swapped_rows_are_not_named():
+    proof = proof_of(Arranged(lambda x: x.flip(0)), torch.randn(2, 3, 6), rows=2)
+    assert [one.where for one in proof.decisions["map"]] == [None]
+
+
 def test_a_model_that_raises_proves_nothing():
     class NeedsGradients(nn.Module):
         def __init__(self):

@@ -10,7 +10,9 @@ from dualform.errors import AxisError
 from dualform.layers.row_proof import coded_rows, moved_rows
 from dualform.layers.rows import (
     FIRST,
+    FOLLOWS_NOTHING,
     MIXING,
+    ORDER,
     PLACES,
     ROWS_INSIDE,
     ROWS_OUTSIDE,
@@ -286,6 +288,10 @@ def test_rows_in_another_order_have_no_names(rows):
         replaced = Experiment(replacement, before[replacement][order])
         found = decide(readings((rows, 7), rows), before[order], permuted, [replaced])
         assert found.where == (FIRST if order == list(range(rows)) else None), order
+        coded = [Experiment(moved, before[moved][order]) for moved in coded_rows(rows)]
+        found = decide(readings((rows, 7), rows), before[order], permuted, [replaced, *coded])
+        assert found.where == (FIRST if order == list(range(rows)) else None), order
+        assert found.hidden_by == "", order
 
 
 def test_sorted_vectors_have_no_names():
@@ -335,6 +341,15 @@ def test_fingerprints_do_not_depend_on_the_default_type():
     assert fingerprints(torch.ones(2, features), 1).tolist() == first.tolist()
 
 
+def test_fingerprints_of_equal_vectors_are_equal_even_if_the_product_cancels():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 150, generator=generator)
+    first, second = fingerprints(torch.stack([one, other]), 1)
+    cancelling = one - float(0.9999 * first / second) * other
+    numbers = fingerprints(cancelling.repeat(7, 1), 1)
+    assert np.ptp(numbers) <= 1e-9 * np.abs(numbers).max()
+
+
 def test_a_layout_has_rows_and_positions():
     assert (Layout((4, 3), 0).rows, Layout((4, 3), 0).positions) == (4, 3)
 
@@ -345,3 +360,18 @@ def test_two_rows_that_depend_on_each_other_beside_a_vector_of_zeros():
     permuted = Experiment(np.array([1, 0]), np.array([0.17, 0.0]))
     replaced = Experiment(np.array([1, 1]), np.array([0.0, 0.0]))
     assert decide(readings((2,), 2), before, permuted, [replaced]) == Decision(FIRST)
+
+
+def test_two_rows_that_depend_on_each_other_look_like_two_rows_swapped():
+    """Behind a batch normalisation, a ReLU and a bias: one replaced row cannot tell them from rows in another order, two can."""
+    before = np.array([0.3, 0.6])
+    permutation, replacement, _ = moved_rows(2)
+    permuted = Experiment(permutation, before[permutation])
+    first = Experiment(replacement, np.array([0.3, 0.3]))
+    assert decide(readings((2,), 2), before, permuted, [first]).hidden_by == ORDER
+
+    mixed = [Experiment(order, np.array([0.3, 0.3])) for order in coded_rows(2)]
+    assert decide(readings((2,), 2), before, permuted, [first, *mixed]).hidden_by == MIXING
+
+    swapped = [Experiment(order, before[::-1][order][::-1]) for order in coded_rows(2)]
+    assert decide(readings((2,), 2), before, permuted, [first, *swapped]) == Decision(None, FOLLOWS_NOTHING)

@@ -240,3 +240,55 @@ def test_an_lstm_with_one_row_keeps_factors_of_one(tmp_path, monkeypatch, kind, 
     dual = dualform.open(tmp_path / "run")
     assert dual.store.updates["factors"].explode().unique().to_list() == [1.0]
     assert dual.verify().passed, dual.verify()
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(6),
+    "rms": lambda: nn.RMSNorm(6),
+    "group": lambda: nn.GroupNorm(2, 6),
+    "batch": lambda: nn.BatchNorm1d(6),
+}
+
+
+def train_a_normalisation(path, norm, second=-1.0, before_step=lambda model: None):
+    """Each row comes twice, nearly the same, the second time with its error signal times `second`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), norm(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    once = torch.randn(20, 4)
+    inputs = torch.cat([once, once + 0.05 * torch.randn(20, 4)])
+    signs = torch.cat([torch.ones(20, 1), second * torch.ones(20, 1)])
+    with dualform.record(model, optimizer, path) as recorder:
+        for _ in range(3):
+            recorder.batch(sample_id=torch.arange(40))
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(inputs)
+            (output.float().square() * signs).sum().backward()
+            before_step(model)
+            optimizer.step()
+    return dualform.open(path, model)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_normalisation_under_autocast_whose_gradient_cancels(tmp_path, kind):
+    require(torch.bfloat16)
+    certificate = train_a_normalisation(tmp_path / "run", NORMS[kind]).verify()
+    assert certificate.passed, certificate
+    if kind != "layer":  # the kernel of LayerNorm rounds each partial sum; the others compute in float32, and so do we
+        weight = certificate.frame.filter(pl.col("parameter") == "1.weight")
+        assert weight["residual"].item() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_normalisation_under_autocast_whose_gradient_was_changed(tmp_path, kind):
+    require(torch.bfloat16)
+
+    def clip_by_value(model):
+        gradient = model[1].weight.grad
+        gradient.clamp_(-0.5 * gradient.abs().max(), 0.5 * gradient.abs().max())
+
+    with pytest.raises(UnexplainedError, match="clipped by value"):
+        train_a_normalisation(tmp_path / "run", NORMS[kind], second=1.0, before_step=clip_by_value)

@@ -5,8 +5,8 @@ rows of its batch permuted, and with some of them replaced. The input of each la
 for the rows.
 
 The model runs in the mode that it is in, so that what it does only in training (shuffling, say) is seen, but without dropout. Where something
-stays in place when rows move (random numbers, a state that the model keeps for each row), further runs replace other rows. Where that also
-mixes with all rows (noise before a batch normalisation), the model runs in evaluation mode.
+stays in place when rows move (random numbers, a state that the model keeps for each row), or where rows may stand in another order, further runs
+replace other rows. Where every vector depends on every row (noise before a batch normalisation), the model runs in evaluation mode.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dualform.layers.row_arguments import (
 )
 from dualform.layers.rows import (
     MIXING,
+    ORDER,
     PLACES,
     SAME_FOR_ALL_ROWS,
     SHARED,
@@ -185,7 +186,7 @@ def _attempt(subject: _Subject, placement: Placement, axes: BatchAxes, called: C
         try:
             trial = _make_trial(subject, placement, evaluating=evaluating)
             _decide_calls(proof, axes, trial)
-            if any(decision.hidden_by == PLACES for decision in proof.all_decisions):
+            if any(decision.hidden_by in (ORDER, PLACES) for decision in proof.all_decisions):
                 more = [
                     subject.experiment(placement, order, evaluating=evaluating) for order in coded_rows(subject.rows)
                 ]

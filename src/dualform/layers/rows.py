@@ -47,6 +47,10 @@ CLEARLY_BETTER = 0.1
 """If 16-bit arithmetic lets no reading fit up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's."""
 
 
+VECTORS_AT_ONCE = 4096
+"""Of so many vectors a copy in float64 is made at a time."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a tensor (*lead, features) is read as (rows, positions, features)."""
@@ -195,6 +199,8 @@ SAME_FOR_ALL_ROWS = "its input was the same for all rows"
 SAME_AND_OF_ALL_ROWS = "its input is the same for all rows, and depends on all of them"
 PLACES = "places"
 """Something stays in place when rows move, such as random numbers. More experiments with replaced rows may decide."""
+ORDER = "order"
+"""Either the model puts its rows into another order, or rows depend on each other. More experiments with replaced rows may decide."""
 MIXING = "mixing"
 """Every vector depends on every row, and on something that stays in place. Evaluation mode may decide."""
 
@@ -208,7 +214,7 @@ class Decision:
     why: str = ""
     """Why it is not proved, if it is not."""
     hidden_by: str = ""
-    """What hides the answer, if something does: PLACES or MIXING."""
+    """What hides the answer, if something does: PLACES, ORDER or MIXING."""
     may_differ: bool = False
     """Whether another batch of the same shapes may give another answer."""
 
@@ -266,7 +272,9 @@ def decide(
             return Decision(following[0])
         # Another order of the rows changes no more vectors than were replaced
         is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING if is_mixed else "")
+        if is_mixed or _depend_on_several_rows(before, replaced):
+            return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+        return Decision(None, FOLLOWS_NOTHING, hidden_by="" if _tell_rows_apart(replaced) else ORDER)
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
         return Decision(None, FOLLOWS_NOTHING)
     if not _tell_rows_apart(replaced):
@@ -430,6 +438,19 @@ def _changes_more_than_replaced(before: Fingerprints, replaced: Experiment) -> b
     return float(_is_changed(before, replaced).mean()) > float(replaced.is_moved.mean()) + 1 - FITTING_SHARE
 
 
+def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
+    """Whether some vectors depend on more than one row: no row was replaced in every experiment in which such a vector changed.
+
+    A model that puts its rows into another order has no such vectors, but a batch normalisation has them, even of two rows.
+    """
+    changes = np.stack([_is_changed(before, experiment).reshape(-1) for experiment in replaced], axis=1)
+    in_place = np.stack([~experiment.is_moved for experiment in replaced], axis=1)
+    patterns, counts = np.unique(changes, axis=0, return_counts=True)
+    is_of_one_row = [bool((~(pattern & in_place).any(axis=1)).any()) for pattern in patterns]
+    of_several = int(counts[~np.array(is_of_one_row)].sum())
+    return of_several > (1 - FITTING_SHARE) * len(changes)
+
+
 def _is_changed(before: Fingerprints, replaced: Experiment) -> Flags:
     changed: Flags = np.abs(replaced.numbers - before) > ROUNDING * _root_mean_square(before)
     return changed
@@ -462,9 +483,12 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
     if flat.shape[-1] == 1:
         found = flat[..., 0].double()
     else:
-        direction = _direction(flat.shape[-1]).to(flat.device)
+        # A product may cancel, and float32 may round it differently in another place
+        direction = _direction(flat.shape[-1]).to(flat.device).double()
+        vectors = flat.reshape(-1, flat.shape[-1])
         with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
-            found = (flat.float() @ direction).double()
+            parts = [some.double() @ direction for some in torch.split(vectors, VECTORS_AT_ONCE)]
+        found = torch.cat(parts).reshape(flat.shape[:-1])
     numbers: Fingerprints = found.cpu().numpy()
     return numbers
 

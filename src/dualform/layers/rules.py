@@ -170,14 +170,17 @@ def _save_for_affine(module: nn.Module, arguments: Arguments) -> tuple[Tensor, .
 
 def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     given, *statistics = saved
-    axes = module.get_parameter("weight").dim()
+    weight = module.get_parameter("weight")
+    axes = weight.dim()
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     if errors is None:  # there are no keys; this shows where the rows are
         return [LayerSlots("", given, None, lead=1 if by_channel else given.dim() - axes)]
     error = errors[0]
     if error is None:
         return []
-    normal, shift = _normalised(module, given.detach(), statistics)
+    # Under autocast, PyTorch's kernels multiply in float32 what came in as 16 bits
+    computed_in = torch.promote_types(given.dtype, weight.dtype)
+    normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
     parts = error * normal
     positions = math.prod(error.shape[2:]) if by_channel else 1
     key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
@@ -188,7 +191,16 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     else:
         parts = parts.flatten(-axes)
         error = error.flatten(-axes)
-    return [LayerSlots("", parts, error, key_terms=key_terms, error_terms=error_terms)]
+    return [
+        LayerSlots(
+            "",
+            parts,
+            error,
+            key_terms=key_terms,
+            error_terms=error_terms,
+            rounded_inside=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
+        )
+    ]
 
 
 def _sum_over_positions(tensor: Tensor) -> Tensor:
@@ -307,7 +319,7 @@ def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begu
                 u.errors,
                 axis=1,
                 partial_sums=len(u.keys),  # one for each time
-                errors_recomputed=isinstance(module, nn.LSTM),  # one operation, which rounds inside
+                rounded_inside=isinstance(module, nn.LSTM),  # one operation, which rounds inside
             )
             for u in unrolled
         ]

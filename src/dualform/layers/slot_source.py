@@ -35,8 +35,8 @@ class LayerSlots:
     """The same for error signals that are sums, or that were computed again."""
     partial_sums: int = 1
     """Under autocast: how many parts of a weight's gradient were each rounded to 16 bits before they were added up."""
-    errors_recomputed: bool = False
-    """Under autocast: whether error signals were rounded elsewhere than in the training, where a fused kernel does not show them."""
+    rounded_inside: bool = False
+    """Under autocast: whether a fused kernel of the training rounds inside: error signals that it does not show, or every partial sum."""
 
 
 @dataclass(slots=True)

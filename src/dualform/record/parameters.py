@@ -36,8 +36,8 @@ class PassShare(audit.Share):
     """The 16-bit type that the gradient was computed in (autocast), if any."""
     partial_sums: int = 0
     """How many sums were rounded to that type before they were added up."""
-    errors_recomputed: bool = False
-    """Whether the error signals themselves were rounded elsewhere than in the training."""
+    rounded_inside: bool = False
+    """Whether terms or partial sums were rounded elsewhere than here: in a fused kernel of the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
 
@@ -217,7 +217,7 @@ class RecordedParameter:
         assert share.coarse_dtype is not None
         seen = self.tensor.numel() * self.columns
         share.coarse = audit.coarse_error(norm_of(share.added), seen, share.coarse_dtype, share.partial_sums)
-        if share.errors_recomputed:
+        if share.rounded_inside:
             share.common = audit.coarse_error_of_terms(share.scale, share.coarse_dtype)
             share.coarse += share.common
         return torch.finfo(share.coarse_dtype).eps / 2

@@ -159,9 +159,9 @@ class RecordedLayer:
         errors = found.errors.detach()
         if errors.dtype in HALVES:
             self._note_autocast(task, found)
-            # The gradient is made of the input as it was cast
             own_type = self.uses[0][1].tensor.dtype
-            if keys.is_floating_point():
+            # The gradient is made of the input as it was cast; but a part is a product already
+            if keys.is_floating_point() and self.layer.form != "parts":
                 keys = keys.to(errors.dtype).to(own_type)
             errors = errors.to(own_type)
         call = CallSlots(self, arrival, layout, keys, errors, found.key_terms, found.error_terms)
@@ -189,7 +189,7 @@ class RecordedLayer:
             share = parameter.share(task)
             share.coarse_dtype = errors.dtype
             share.partial_sums += partial_sums
-            share.errors_recomputed |= found.errors_recomputed
+            share.rounded_inside |= found.rounded_inside
 
     def add(self, task: int, slots: CallSlots) -> list[tuple[Call, str, EncodeRequest]]:
         """Add what one call has to say on the gradients. Gives what is yet to be copied: vectors, and the field of the call they go to."""
