@@ -120,7 +120,7 @@ def test_a_sample_of_all_lines_in_all_scenarios():
         [sys.executable, BENCH / "interrupts.py", "--part", "1/607"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
