@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
-from recordings import INPUTS, LABELS, record, slot_frame
+from recorded_samples import INPUTS, LABELS, record, slot_frame
 from training import FEATURES, SAMPLES, assert_exact, assert_same_weights, checkpoint, network, sgd, train
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 import dualform
 from dualform.errors import RecordingError
 from dualform.store.writer import Writer
-from recordings import INPUTS, LABELS, record
+from recorded_samples import INPUTS, LABELS, record
 from training import FEATURES, SAMPLES, assert_exact, network, samples, sgd, train
 
 # What is left out

@@ -7,7 +7,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import BatchError
-from recordings import record, slot_frame
+from recorded_samples import record, slot_frame
 from training import assert_exact, sgd
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import BatchError, RecordingError
-from recordings import INPUTS, LABELS, record, slot_frame
+from recorded_samples import INPUTS, LABELS, record, slot_frame
 from training import SAMPLES, assert_exact, assert_same_weights, checkpoint, network, sgd, train
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import dualform
-from recordings import INPUTS, LABELS, record, slot_frame
+from recorded_samples import INPUTS, LABELS, record, slot_frame
 from training import FEATURES, SAMPLES, assert_exact, assert_same_weights, network, sgd, train
 
 

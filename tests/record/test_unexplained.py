@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from dualform.errors import UnexplainedError
-from recordings import INPUTS, LABELS, record
+from recorded_samples import INPUTS, LABELS, record
 from training import SAMPLES, network, sgd, train
 
 
