@@ -1,5 +1,6 @@
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -320,6 +321,46 @@ def test_slots_in_float16_pass_whatever_the_optimizer_makes_of_their_rounding(tm
     frame = dual.verify().frame
     assert (frame["verdict"] == "pass").all(), frame
     assert frame["gap"].max() > 1e-5, "float16 should show"
+
+
+@pytest.mark.parametrize("seed", [2, 6])
+@pytest.mark.parametrize(
+    "kind", [partial(torch.optim.SGD, lr=0.1), partial(torch.optim.Adadelta, lr=0.3, rho=0.5, eps=1e-3)]
+)
+def test_equal_rows_whose_terms_cancel_in_training_alone_pass(tmp_path, kind, seed):
+    """A batch normalisation of two equal rows divides by nearly nothing: large terms, which cancel exactly only in the order of the training."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    optimizer = kind(model.parameters())
+    inputs = torch.randn(6, 4)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for ids in ([0, 1, 2], [3, 3]):
+                recorder.batch(sample_id=ids)
+                nn.functional.cross_entropy(model(inputs[ids]), torch.arange(len(ids))).backward()
+            optimizer.step()
+    certificate = dualform.open(tmp_path / "run").verify()
+    assert certificate.passed, certificate
+
+
+@pytest.mark.parametrize("stored", ["float32", "float64"])
+@pytest.mark.parametrize("seed", [16, 22])
+def test_totals_of_groups_that_cancel_pass(tmp_path, seed, stored):
+    """What a group wrote to a bias is up to a thousand times as large as the movement."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.02, alpha=0.5, centered=True, momentum=0.5)
+    inputs, labels = torch.randn(6, 4), torch.arange(6) % 3
+    settings = {"keep": "totals", "totals": ["label"], "dtype": stored}
+    with dualform.record(model, optimizer, tmp_path / "run", **settings) as recorder:
+        for _ in range(2):
+            recorder.batch(label=labels)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    certificate = dualform.open(tmp_path / "run").verify()
+    assert certificate.passed, certificate
 
 
 def test_a_bias_that_returns_to_where_it_began_may_be_off_by_the_rounding_of_its_way(tmp_path):

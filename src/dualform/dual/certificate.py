@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import update_table
 from dualform.dual.gradient_sizes import wrong_size
-from dualform.dual.gradients import kept_rows
+from dualform.dual.gradients import compute_dtype, kept_rows
 from dualform.dual.masked import masked_by_groups, rebuild_each
 from dualform.dual.rounding import Floor, full_floor, weights_floor
 from dualform.dual.totals import find
@@ -43,7 +43,7 @@ FLOORS = 4
 DRAWS = 8
 """How many draws of noise a floor is estimated from, if one is not enough."""
 TOTALS_ROUNDING = 64.0
-"""The same where slots were summed and not kept, in roundoffs of the parameter's movement."""
+"""Where slots were summed and not kept, gradients may be off by this many roundoffs of the parameter's movement."""
 
 
 @dataclass(frozen=True)
@@ -334,11 +334,8 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
     weights = weights_floor(described.dtype, updates, found.size)
     if found.own_rounding:
         weights = Floor(math.hypot(weights.weights, found.own_rounding))
-    if store.manifest.keep == "totals":  # no residuals are kept; sums were made in the type of the store
-        unit = torch.finfo(getattr(torch, store.manifest.dtype)).eps / 2
-        view = find(store, (), end, deltas=True, subset=True)
-        coarse = 0.0 if view is None else view.rounding_of_gradients(name)
-        return Floor(weights.weights, gradients=math.hypot(TOTALS_ROUNDING * unit * found.movement, coarse))
+    if store.manifest.keep == "totals":
+        return Floor(weights.weights, gradients=_rounding_of_totals(store, name, end, found, updates))
     if not math.isfinite(found.distance) or found.distance <= FLOORS * weights.total:
         return weights
     floor = full_floor(store, name, found.begin, end, weights)
@@ -346,6 +343,20 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
         return floor
     # Where gradients nearly cancel, the Adam family divides noise by noise: one draw may be many times too small
     return full_floor(store, name, found.begin, end, weights, draws=DRAWS)
+
+
+def _rounding_of_totals(store: Store, name: str, end: int, found: _Comparison, updates: int) -> float:
+    """How far the rounding of gradients and of their sums by group may have moved a parameter. No residuals are kept with totals."""
+    summed_in = compute_dtype(store, name)
+    unit = max(torch.finfo(dtype).eps / 2 for dtype in (getattr(torch, store.manifest.dtype), summed_in))
+    of_gradients = TOTALS_ROUNDING * unit * found.movement
+    view = find(store, (), end, deltas=True, subset=True)
+    if view is None:
+        return of_gradients
+    # What groups wrote may be far larger than their sum, and each update rounds it
+    size = math.hypot(*(float(delta.double().norm()) for delta in view.deltas(name)))
+    of_groups = torch.finfo(summed_in).eps / 2 * math.sqrt(updates) * size
+    return math.hypot(of_gradients, of_groups, view.rounding_of_gradients(name))
 
 
 def _judge(found: _Comparison, floor: Floor) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
-from dualform.dual.gradients import Replayed, Step, Sum
+from dualform.dual.gradients import Replayed, Step, Sum, compute_dtype
 from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
@@ -79,9 +79,23 @@ def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floo
         return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
     coefficients = walked(updates)
     errors = coefficients.walked.c * measured.residual * measured.size
-    gradients = math.sqrt(2 * float(np.square(errors).sum()))  # our own products round as those of the training do
-    storage = _of_slots(store, parameter, coefficients, stored) if stored else 0.0
+    sizes = _sizes_of_slots(store, parameter, coefficients)
+    own = torch.finfo(compute_dtype(store, parameter)).eps / 2 * math.hypot(*sizes.values())
+    gradients = _both_roundings(float(np.linalg.norm(errors)), own)
+    storage = 0.0
+    if stored:
+        visits = {layer.name: _visits(store, layer) for layer in store.users(parameter)}
+        storage = BOTH_ROUNDED * stored * math.hypot(*(math.sqrt(visits[name]) * size for name, size in sizes.items()))
     return Floor(weights.weights, gradients, storage)
+
+
+def _both_roundings(trained: float, own: float) -> float:
+    """How far a gradient that the training rounded by `trained` may be from our sum of its slots.
+
+    Our own products round as those of the training do. But terms that cancelled exactly there (equal rows with opposite error signals) need
+    not do so here, where they are summed in another order. own: one roundoff of the terms, in the type that we sum in.
+    """
+    return math.hypot(trained, max(trained, own))
 
 
 def _along_the_way(store: Store, updates: Updates) -> float:
@@ -123,18 +137,19 @@ def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
     return _Measured(residual, size, coarse)
 
 
-def _of_slots(store: Store, parameter: str, found: Coefficients, roundoff: float) -> float:
-    """What rounding of stored slots does to a weight under SGD: each is off by a part of its size."""
-    total = 0.0
+def _sizes_of_slots(store: Store, parameter: str, found: Coefficients) -> dict[str, float]:
+    """By layer: the root of the sum of squares of what each slot writes to a weight under SGD."""
+    sizes = {}
     for layer in store.users(parameter):
-        visits = _visits(store, layer)
+        total = 0.0
         for chunk in store.chunks(layer.name, begin_step=found.updates.begin, end_step=found.updates.end):
             coefficients = torch.from_numpy(chunk.per_slot(found.of_blocks(chunk)))
             for low, high in chunk.pieces(layer.d_in + layer.d_out):
                 squares = chunk.keys(torch.float32, low, high).square_norms().double()
                 squares *= chunk.errors(torch.float32, low, high).double().square().sum(1)
-                total += visits * float(squares @ coefficients[low:high].square())
-    return BOTH_ROUNDED * roundoff * math.sqrt(total)
+                total += float(squares @ coefficients[low:high].square())
+        sizes[layer.name] = math.sqrt(total)
+    return sizes
 
 
 def _visits(store: Store, layer: Layer) -> float:
@@ -161,6 +176,7 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
     users = store.users(updates.parameter)
     visits = max(_visits(store, layer) for layer in users)
     roundings = ROUNDINGS_WITHIN if any(layer.kind == ROUNDED_WITHIN for layer in users) else 1
+    own = torch.finfo(gradients.dtype).eps / 2
     for place in range(len(updates.steps)):
         step = gradients.read(place)
         settings = updates.at(place)
@@ -173,7 +189,7 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
         spread = (
             coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse, roundings)
             if coarse
-            else _spread(variance, rest)
+            else _spread(variance, rest, own)
         )
         spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
@@ -194,12 +210,12 @@ def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[T
         yield total.taken() if within else total.taken().square()
 
 
-def _spread(variance: Tensor, rest: float) -> Tensor:
-    """The variance of each entry of a gradient that is off by `rest` in all, as a norm."""
+def _spread(variance: Tensor, rest: float, own: float) -> Tensor:
+    """The variance of each entry of a gradient that is off by `rest` in all, as a norm, and that we sum with the unit roundoff `own`."""
     whole = float(variance.sum())
     if whole == 0:  # the slots say that there is no gradient, and what there was is rounding
         return torch.full_like(variance, rest**2 / max(1, variance.numel()))
-    return variance * (2 * rest**2 / whole)  # our own products round as those of the training do
+    return variance * _both_roundings(rest / math.sqrt(whole), own) ** 2
 
 
 def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:
