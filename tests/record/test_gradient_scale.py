@@ -63,8 +63,10 @@ def test_factors_are_right_at_any_scale(tmp_path, loss_scale, clip_norm, dtype, 
         updates = store.updates.filter(pl.col("parameter") == number)
         assert updates.height == len(true_factors)
         for factors, truth in zip(updates["factors"].to_list(), true_factors, strict=True):
-            assert len(factors) == passes, parameter.name
-            if not underflows:  # else 16 bits do not hold enough of the gradient to tell its factor
+            if underflows:  # 16 bits do not hold enough of the gradient to tell its factor; where it has vanished, it counts as thrown away
+                assert len(factors) in (0, passes), parameter.name
+            else:
+                assert len(factors) == passes, parameter.name
                 assert factors == pytest.approx([truth] * passes, rel=FACTOR_TOLERANCE[dtype]), parameter.name
 
 

@@ -104,7 +104,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path, story, monkeypatch, keep
         watch(patch, Recorder, "seal")
         watch(patch, Recorder, "_close")
         watch(patch, writer._Background, "_with_snapshot")
-        watch(patch, writer, "publish")
+        watch(patch, writer, "publish_manifest")
         _, expected = run(story, whole, preset, keep, progress=lambda what, done, total: leave(f"{what}-{done}"))
     assert len(left) > 40
     for folder in left:

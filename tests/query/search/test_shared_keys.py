@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dualform
-from dualform.query import cache
 from dualform.query.search import bounds, index
 from dualform.query.search.bounds import key_numbers
+from dualform.store import catalog
 from full_scan import top_by_scan
 from training import network, samples, sgd, train
 
@@ -111,7 +111,7 @@ def test_sizes_are_summed_and_not_the_size_of_a_sum(duals):
 
 
 def test_questions_about_many_steps_take_no_more_memory_than_about_a_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "STEPS", 3)
+    monkeypatch.setattr(catalog, "CACHED_STEPS", 3)
     monkeypatch.setattr(index, "FEWEST_SLOTS", 0)
     held = weakref.WeakSet()
     find = bounds._all_key_numbers
