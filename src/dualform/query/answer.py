@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
-from dualform.query.cache import cached
 from dualform.query.conditions import Condition, Where
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
@@ -194,7 +193,7 @@ class Answer:
             return values, _sorted_groups(values)
 
         key = ("groups of totals", *columns)
-        values, ordered = cached(self._scorer.store, key, sorted_values, self._scorer.end)
+        values, ordered = self._scorer.store.cached(key, sorted_values, self._scorer.end)
         return _without_unused_null(Sums(values, totals, view.visits(self.layer), values, ordered))
 
     def _counts_silent(self) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 from dualform.dual.totals import View
 from dualform.errors import MaskError
 from dualform.layers.streams import Layer
-from dualform.query.cache import cached
 from dualform.query.conditions import Condition
 from dualform.query.groups import Groups
 from dualform.query.scan import Bools, Piece
@@ -80,7 +79,7 @@ class Scorer(ABC):
         """Return the groups that some columns make of the slots."""
         key = by if isinstance(by, str) else tuple(by)
         name = self.layer.name
-        return cached(self.store, ("groups", name, key), lambda: Groups(self.store, name, by, self.end), self.end)
+        return self.store.cached(("groups", name, key), lambda: Groups(self.store, name, by, self.end), self.end)
 
     def describe(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> pl.DataFrame:
         """Return where slots come from, a line each: their number first, then step, row and the user's columns."""

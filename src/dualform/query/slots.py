@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.query.cache import cached
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -27,7 +26,7 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
 
     A slot that serves all rows has null in the user's columns and as its row.
     """
-    starts, blocks = cached(store, ("blocks", layer), lambda: _blocks(store, layer, end), end)
+    starts, blocks = store.cached(("blocks", layer), lambda: _blocks(store, layer, end), end)
     block = np.searchsorted(starts, slots, side="right") - 1
     step, backward, call, first_row, _, positions, _ = blocks.take(block, axis=1)
     within = slots - starts[block]
@@ -87,7 +86,7 @@ def has_silent(store: Store, layer: str, end: int) -> bool:
     def find() -> bool:
         return any(chunk.silent is not None for chunk in store.addresses(layer, end_step=end))
 
-    return cached(store, ("has silent slots", layer), find, end)
+    return store.cached(("has silent slots", layer), find, end)
 
 
 def written(chunk: SlotChunk) -> Bools:
@@ -106,4 +105,4 @@ def rows_written(store: Store, layers: Sequence[str], end: int) -> Bools:
                 found[rows[rows != NO_ROW]] = True
         return found
 
-    return cached(store, ("rows that wrote something", *layers), find, end)
+    return store.cached(("rows that wrote something", *layers), find, end)

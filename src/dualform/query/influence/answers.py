@@ -18,7 +18,6 @@ from torch import Tensor
 from dualform.errors import QuestionError, UnknownLayerError
 from dualform.layers.streams import Layer
 from dualform.query.answer import Answer, Sums
-from dualform.query.cache import cached
 from dualform.query.conditions import Where, condition_columns
 from dualform.query.groups import Groups
 from dualform.query.influence.index import RowIndex, RowWindow, can_be_bounded
@@ -76,7 +75,7 @@ class RowInfluenceScorer(Scorer):
                 f'"sketch", without absolute=True, and in one layer by influence[layer].'
             )
         key = ("groups of rows", *columns)
-        return cached(self.store, key, lambda: Groups(self.store, None, by, self.end), self.end)
+        return self.store.cached(key, lambda: Groups(self.store, None, by, self.end), self.end)
 
     def describe(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> pl.DataFrame:
         """Return the rows with these numbers."""

@@ -16,7 +16,6 @@ from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
-from dualform.query.cache import cached
 from dualform.query.forward import Captured, margin, run
 from dualform.query.influence import kernel, sketch
 from dualform.query.influence.answers import Influence, RowInfluenceScorer
@@ -130,7 +129,7 @@ def _scored(
 
 def loss_mean_of(store: Store, mean: str) -> LossMean:
     """By what error signals were divided, found once for an open store."""
-    return cached(store, ("loss mean", mean), lambda: LossMean(store, mean))
+    return store.cached(("loss mean", mean), lambda: LossMean(store, mean))
 
 
 def _whitened(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dualform.layers.streams import Layer
-from dualform.query.cache import cached
 from dualform.query.ranking import Order, rank_keys
 from dualform.query.search.sketch import STRETCH, Sketch, lengths, make_sketch
 from dualform.store.reader import Store
@@ -61,7 +60,7 @@ class StoredVectors:
     @property
     def sketch(self) -> Sketch:
         """The sketch of all vectors. The first question reads all of them to make it."""
-        return cached(self._store, ("sketch", self._layer.name, self._what, self._dtype), self._make_sketch)
+        return self._store.cached(("sketch", self._layer.name, self._what, self._dtype), self._make_sketch)
 
     def _make_sketch(self) -> Sketch:
         name = self._layer.name
@@ -87,7 +86,7 @@ def key_numbers(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
     """Return the numbers of the stored keys of some slots: several slots may share one."""
     if not store.has_equal_keys(layer):
         return slots
-    return cached(store, ("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)[slots]
+    return store.cached(("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)[slots]
 
 
 def _all_key_numbers(store: Store, layer: str, end: int) -> Tensor:

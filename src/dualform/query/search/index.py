@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.query.cache import cached
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking
 from dualform.query.search.bounds import Bounds
@@ -83,7 +82,7 @@ class SlotIndex:
         by = () if request.groups is None else tuple(request.groups.by)
         are_keys = self.keys_of is not None  # attention ranks keys where contributions rank slots
         key = ("members", self.layer, are_keys, by, selection)
-        return cached(self.store, key, lambda: self._find_members(request), self.end)
+        return self.store.cached(key, lambda: self._find_members(request), self.end)
 
     def _find_members(self, request: TopKRequest) -> Members:
         slots = [np.zeros(0, np.int64)]
