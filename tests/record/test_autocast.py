@@ -274,6 +274,8 @@ def train_a_normalisation(path, norm, second=-1.0, before_step=lambda model: Non
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_normalisation_under_autocast_whose_gradient_cancels(tmp_path, kind):
     require(torch.bfloat16)
+    if kind == "rms" and not hasattr(torch.ops.aten, "_fused_rms_norm"):
+        pytest.skip("before it had a kernel of its own, PyTorch rounded each operation of RMSNorm to 16 bits")
     certificate = train_a_normalisation(tmp_path / "run", NORMS[kind]).verify()
     assert certificate.passed, certificate
     if kind != "layer":  # the kernel of LayerNorm rounds each partial sum; the others compute in float32, and so do we

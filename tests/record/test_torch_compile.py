@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`"),
+    pytest.mark.filterwarnings("ignore:Skipping serialization of"),  # PyTorch 2.6
 ]
 
 

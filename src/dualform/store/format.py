@@ -275,7 +275,7 @@ def read_manifest(files: Files) -> Manifest:
     text = _manifest_text(files)
     try:
         data = msgspec.json.decode(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # older versions of msgspec raise no ValueError
         raise StoreDamagedError(
             f"{path} is damaged: it is no JSON, or holds what is no text that can be printed ({error})."
         ) from None
@@ -289,7 +289,7 @@ def read_manifest(files: Files) -> Manifest:
     steps = data.pop("steps", None)
     try:
         manifest = _typed_manifest(data)
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise StoreDamagedError(f"{path} is damaged: {error}.") from None
     if steps != manifest.end_step or isinstance(steps, bool):
         raise StoreDamagedError(
