@@ -48,7 +48,7 @@ CLEARLY_BETTER = 0.1
 
 
 VECTORS_AT_ONCE = 4096
-"""Of so many vectors a copy in float64 is made at a time."""
+"""Vectors are converted to float64 this many at a time, to bound memory."""
 
 
 @dataclass(frozen=True)

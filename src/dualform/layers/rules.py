@@ -71,7 +71,7 @@ def _save_x(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
 
 
 def _input_and_error(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
-    """The key is what came in, and the error signal is that of what came out."""
+    """The key is the module's input; the error signal is the gradient of its output."""
     return [LayerSlots("", saved[0], None if errors is None else errors[0])]
 
 
@@ -178,7 +178,7 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     error = errors[0]
     if error is None:
         return []
-    # Under autocast, PyTorch's kernels multiply in float32 what came in as 16 bits
+    # Under autocast, PyTorch's kernels convert 16-bit inputs to float32 before they multiply
     computed_in = torch.promote_types(given.dtype, weight.dtype)
     normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
     parts = error * normal

@@ -200,7 +200,7 @@ class Answer:
         """Return whether silent slots take part, which stored totals leave out."""
         if not self._silent:
             return False
-        # Where only totals were kept, nobody knows whether there were any
+        # A store with totals only does not tell whether it had silent slots
         return self._scorer.store.manifest.keep == "totals" or self._scorer.has_silent()
 
     def _selection(self, where: Where | None) -> Selection:

@@ -380,7 +380,7 @@ class Dual:
 
     @cached_property
     def _query_model(self) -> nn.Module:
-        """The model that queries are taken from; nobody else sees it."""
+        """A private copy of the model, which runs to get queries."""
         return self.model()
 
     def _warn(self) -> None:

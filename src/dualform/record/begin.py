@@ -201,5 +201,5 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def private_seed() -> int:
-    """A seed for the audit's random matrices that nobody can guess, and that does not touch the user's random numbers."""
+    """Return an unpredictable seed for the audit's random matrices, without drawing from the user's random generators."""
     return int.from_bytes(os.urandom(6), "little")

@@ -177,7 +177,7 @@ class FinishedSteps:
         self._since_snapshot = 0
 
     def put_totals(self, weights: dict[str, Tensor] | None, end_step: int, next_row: int) -> bool:
-        """Hand over the totals, with the weights that belong to them, if they are known; False: there are none."""
+        """Pass the totals to the writer, with the weights after the same step if they are known. Returns False if there are no totals."""
         self.fold()
         if self.totals is None or self.columns is None or not end_step:
             return False

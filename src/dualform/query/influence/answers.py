@@ -195,7 +195,7 @@ class Influence(RowInfluence, Mapping[str, Answer]):
     def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
         """Return the same as total(by) as plain numbers, over all layers.
 
-        Where positions are told apart, rows do not answer, but the slots of each layer do.
+        If `by` or `where` uses a column with a value for each position, the slots of each layer are scored instead of rows.
         """
         scorer = self._scorer
         columns = {by} if isinstance(by, str) else set(by)
