@@ -241,3 +241,12 @@ def test_the_model_goes_on_after_the_recorder_is_closed(tmp_path):
     model(inputs).sum().backward()
     torch.testing.assert_close(model.weight.grad, inputs.sum(0).expand(2, 3))
     assert recorder.step == 1
+
+
+def test_a_recording_is_opened_with_a_compiled_model(tmp_path):
+    model = train(Network, tmp_path / "run")
+    compiled = torch.compile(Network(), backend="eager")
+    dual = dualform.open(tmp_path / "run", compiled)
+    [(_, inputs, _)] = batches(1)
+    expected = dualform.open(tmp_path / "run", model).attend(inputs)["head"].best(3)
+    np.testing.assert_array_equal(dual.attend(inputs)["head"].best(3).slots, expected.slots)

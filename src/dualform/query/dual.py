@@ -52,6 +52,7 @@ def open(path: str | os.PathLike[str], model: nn.Module | None = None, *, execut
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
     store = Store(Path(path))
+    model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
 
 

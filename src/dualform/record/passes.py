@@ -29,8 +29,8 @@ from dualform.store.encoding import encode_all
 ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 IGNORED_HOOKS = (
-    "A model that had run compiled (torch.compile) before record() ignores new hooks. Call record() before the first call of the "
-    "compiled model, or torch.compiler.reset() right before record()."
+    "Code that torch.compile made before record() ignores new hooks, also if it was made for another model of the same class. "
+    "Call record() before the first call of the compiled model, or torch.compiler.reset() right before record()"
 )
 
 
@@ -109,7 +109,7 @@ class PendingPasses:
         """A new batch() call."""
         if self.batch is not None and not self.batch.is_used:
             if self.pending and not any(module.called for module in self.modules):
-                raise BatchError(f"gradients have arrived, but no recorded module was called. {IGNORED_HOOKS}")
+                raise BatchError(f"gradients have arrived, but no recorded module was called. {IGNORED_HOOKS}.")
             raise BatchError(
                 "recorder.batch() was called again before a forward pass used the rows of the call before. Call it right before the "
                 "forward pass of these rows: not in a data collator or loader, which may run ahead of the training, and not for "
