@@ -108,7 +108,7 @@ class StepBuilder:
     def __init__(self, passes: PendingPasses, optimizers: Sequence[Optimizer], *, keep: str, on_unexplained: str):
         self.watch = EditWatch(optimizers, passes.parameters)
         self._passes = passes
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._keep = keep
         self._on_unexplained = on_unexplained
         self.first_row = 0
@@ -146,7 +146,7 @@ class StepBuilder:
         update.gradients = watch.gradients()
         audited = list(self._audit(step.record, projections, gradients, watch.settings()))
         # A loss scaler may leave the division to a fused optimizer
-        scale = getattr(self._optimizers[number], "grad_scale", None)
+        scale = getattr(self.optimizers[number], "grad_scale", None)
         self._write(update, audited, 1 / float(scale or 1.0))
         return update
 
