@@ -113,7 +113,7 @@ def record(
     chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
     if outputs and any(grouping.kind != "keys" for grouping in wanted):
         raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
-    base = base_of(model, several)
+    base = base_of(model, several, {id(p) for one in chosen for p in one.parameters.values()})
     waiting = [one for one in waiting if not base.keys() & one.parameters.keys()]
     axes = _checked_axes(batch_axis, [*chosen, *waiting])
     unasked = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}

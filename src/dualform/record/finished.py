@@ -34,7 +34,8 @@ def snapshot_of(model: nn.Module, steps: StepBuilder, *, is_first: bool = False)
 
     is_first: with those frozen weights that an optimizer may get later.
     """
-    skipped = base_of(model, steps.optimizers) if is_first else frozen(model, steps.optimizers)
+    skip = base_of if is_first else frozen
+    skipped = skip(model, steps.optimizers, steps.recorded)
     tensors = {
         f"model.{name}": _copied(value)
         for name, value in model.state_dict().items()

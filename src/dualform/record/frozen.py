@@ -7,28 +7,31 @@ given to an optimizer later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 
-def frozen(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters that need no gradient and are in no optimizer, by name."""
+def frozen(model: nn.Module, optimizers: Sequence[Optimizer], recorded: Collection[int]) -> dict[str, nn.Parameter]:
+    """The parameters that need no gradient and are in no optimizer, by name.
+
+    recorded: ids of the parameters of recorded layers: a frozen weight beside a bias that is trained is one.
+    """
     optimized = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad and id(parameter) not in optimized
+        if not parameter.requires_grad and id(parameter) not in optimized and id(parameter) not in recorded
     }
 
 
-def base_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+def base_of(model: nn.Module, optimizers: Sequence[Optimizer], recorded: Collection[int]) -> dict[str, nn.Parameter]:
     """The frozen parameters that are not stored: those of a model with adapters, and quantised ones."""
     has_adapters = any("base_layer" in module._modules for module in model.modules())
     return {
         name: parameter
-        for name, parameter in frozen(model, optimizers).items()
+        for name, parameter in frozen(model, optimizers, recorded).items()
         if has_adapters or not is_plain(parameter)
     }
 
