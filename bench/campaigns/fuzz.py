@@ -44,8 +44,8 @@ from dualform.dual.gradients import Replayed
 from dualform.layers.keys import part as columns
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual
-from dualform.store.files import LocalFiles
-from dualform.store.format import load_manifest
+from dualform.store.files import files_at
+from dualform.store.format import read_manifest
 from dualform.store.writer import publish_manifest
 from reference import attention as reference  # type: ignore[import-not-found]
 from reference import ranking
@@ -389,7 +389,7 @@ class Comparison:
 
     def _totals_are_as_scanned(self) -> None:
         """Totals by part, from the folder of totals and from the slots."""
-        folder = self.dual.store.folder
+        folder = Path(self.dual.store.location)
         if not self.dual.store.manifest.totals:
             dualform.build_totals(folder, "part")
         with_totals = dualform.open(folder, self.case.network())
@@ -444,7 +444,7 @@ class Comparison:
 
 def _without_totals(folder: Path) -> None:
     """Forget the totals of a store."""
-    publish_manifest(LocalFiles(folder), replace(load_manifest(folder), totals=None))
+    publish_manifest(files_at(folder), replace(read_manifest(files_at(folder)), totals=None))
 
 
 def _size(values: Array) -> float:

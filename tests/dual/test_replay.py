@@ -74,7 +74,7 @@ def test_rows_walk_one_after_the_other_as_they_do_together(tmp_path, monkeypatch
 def test_before_a_snapshot_a_mask_replays_once(tmp_path, monkeypatch, kind):
     """What is replayed with a mask is not put together without it first."""
     model, store = recorded(tmp_path / "run", kind)
-    then = dualform.open(store.folder, model).at(4)
+    then = dualform.open(store.location, model).at(4)
     expected = {
         name: rebuilt(store, name, begin=0, end=4, keep=Condition(store, "label = 1", 4))
         for name in then.model().state_dict()
