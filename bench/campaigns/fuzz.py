@@ -431,12 +431,12 @@ class Comparison:
         total = np.zeros(replayed.shape)
         for place, step in enumerate(updates.steps.tolist()):
             sizes, terms = np.zeros(replayed.shape), 0
-            for factor, layer, keys, errors, _ in replayed.read(place).slots:
-                for use in replayed.uses(layer):
-                    written = keys.vectors() if use.role == "scale" else columns(errors, use.errors)
+            for call in replayed.read(place).calls:
+                for use in replayed.uses(call.layer):
+                    written = call.keys.vectors() if use.role == "scale" else columns(call.errors, use.errors)
                     own = sizes[slice(*use.rows)] if use.rows else sizes
-                    own += abs(factor) * written.abs().sum(0).numpy()
-                    terms += len(errors)
+                    own += abs(call.factor) * written.abs().sum(0).numpy()
+                    terms += len(call.errors)
             both = 2 * (terms + 1) * float(roundoff) * sizes  # the product with the factor is one more rounding
             total += np.abs(self.expected.coefficients[name][step]) * both
         return total
