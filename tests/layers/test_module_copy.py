@@ -1,5 +1,7 @@
+import copy
 import functools
 import random
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import spectral_norm
 
-from dualform.layers.module_copy import MOST_PARTS, Copier
+from dualform.layers.module_copy import MOST_PARTS, Copier, rebind_forwards
 
 
 class Busy(nn.Module):
@@ -148,6 +150,25 @@ def test_a_wrapped_forward_runs_the_copy():
 
     module.forward = doubled
     copied = Copier().copy(module)
+    copied(torch.randn(4, 3))
+    assert (module.calls, copied.calls) == (0, 1)
+
+
+def test_a_method_that_was_put_in_the_place_of_forward_runs_the_copy():
+    module = Busy()
+    original = module.forward
+    module.forward = types.MethodType(lambda self, x: original(x), module)
+    copied = Copier().copy(module)
+    copied(torch.randn(4, 3))
+    assert (module.calls, copied.calls) == (0, 1)
+
+
+def test_a_wrapped_forward_of_a_deep_copy_runs_that_copy():
+    module = Busy()
+    original = module.forward
+    module.forward = lambda x: original(x)
+    copied = copy.deepcopy(module)
+    rebind_forwards(module, copied)
     copied(torch.randn(4, 3))
     assert (module.calls, copied.calls) == (0, 1)
 

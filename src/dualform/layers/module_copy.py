@@ -116,7 +116,7 @@ class Copier:
         return tuple(self.copy(item) for item in value)
 
     def _copy_method(self, value: types.MethodType) -> types.MethodType:
-        return types.MethodType(value.__func__, self.copy(value.__self__))
+        return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
 
     def _copy_partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
         keywords = {name: self.copy(item) for name, item in value.keywords.items()}
@@ -144,6 +144,17 @@ class Copier:
 
     def _copy_deeply(self, value: Any) -> Any:
         return self._keep(value, copy.deepcopy(value))
+
+
+def rebind_forwards(model: nn.Module, made: nn.Module) -> None:
+    """Have the forward methods of a deep copy that were replaced by functions call the copy: the closures of those are the original's."""
+    pairs = list(zip(model.modules(), made.modules(), strict=True))
+    copier = Copier()
+    for original, copied in pairs:
+        copier._keep(original, copied)
+    for original, copied in pairs:
+        if "forward" in vars(original):
+            vars(copied)["forward"] = copier.copy(vars(original)["forward"])
 
 
 _COPIES: dict[type, Callable[[Copier, Any], Any]] = {

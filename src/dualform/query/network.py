@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dualform.dual.coefficients import not_replayed
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
+from dualform.layers.module_copy import rebind_forwards
 from dualform.progress import Progress, report
 from dualform.store.reader import Store
 
@@ -38,6 +39,7 @@ class Network:
         if self._model is None:
             raise QuestionError("this needs the model: dualform.open(path, model).")
         module = copy.deepcopy(self._model)
+        rebind_forwards(self._model, module)
         with torch.no_grad():
             for name, value in module.state_dict(keep_vars=True).items():
                 is_given = name in weights and name not in self._aliases
