@@ -5,5 +5,5 @@
   `parquet` (what a Parquet file says about itself).
 - Writing: `records` (what the recorder hands over), `encoding` (how vectors are stored), `memory` (pools), `chunks` (from steps to tensors),
   `writer` (the thread that seals chunks, snapshots and totals).
-- Reading: `catalog` (snapshots, totals and tables, without PyTorch), `reader` (the store), `slots` (a layer's slots in a chunk).
+- Reading: `catalog` (snapshots, totals and tables, without PyTorch), `reader` (the store), `samples` (texts of samples), `slots` (a layer's slots in a chunk).
 """
