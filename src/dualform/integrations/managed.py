@@ -27,12 +27,13 @@ GLOBAL_STEP = "global_step"
 class ManagedRecording:
     """Records one training: from `begin`, when model and optimizer are ready, until the `with` block around the training is left."""
 
-    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any]):
-        """options: of dualform.record()."""
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], samples: pl.DataFrame | None = None):
+        """options: of dualform.record(). samples: what is to be kept of each sample, by its `sample_id`."""
         if "resume" in options:
             raise RecordingError("resume= follows from the checkpoint that training resumes from. Leave it out.")
         self.path = Path(path)
         self._options = dict(options)
+        self._samples = samples
         self.recorder: Recorder | None = None
         """Only while training is recorded."""
 
@@ -41,11 +42,10 @@ class ManagedRecording:
         model: nn.Module,
         optimizers: Optimizer | Sequence[Optimizer],
         *,
-        global_step: int = 0,
+        resume: int | bool = False,
         left_out: Mapping[str, str] | None = None,
-        samples: pl.DataFrame | None = None,
-    ) -> None:
-        """Start to record, or go on from the checkpoint of a step. left_out: layers that cannot be recorded, with reasons."""
+    ) -> Recorder:
+        """Start to record, or go on after a number of steps. left_out: layers that cannot be recorded, with reasons."""
         excluded = self._options.get("exclude", ())
         if isinstance(excluded, str):
             excluded = [excluded]
@@ -56,10 +56,11 @@ class ManagedRecording:
             optimizers,
             self.path,
             **{**self._options, "exclude": {**excluded, **(left_out or {})}},
-            resume=recorded_steps(self.path, global_step) if global_step else False,
+            resume=resume,
         )
-        if samples is not None:
-            write_samples(LocalFiles(self.path), samples)
+        if self._samples is not None:
+            write_samples(LocalFiles(self.path), self._samples)
+        return self.recorder
 
     def batch(self, columns: Mapping[str, Any]) -> None:
         """Name the rows of the next forward pass, if training is recorded."""
@@ -79,6 +80,19 @@ class ManagedRecording:
     def end(self) -> None:
         """Close the recording: training has ended."""
         self.__exit__(None, None, None)
+
+    def steps_at(self, global_step: int) -> int | bool:
+        """Return how many steps were recorded when a framework had counted `global_step`; False if it has not begun."""
+        if global_step == 0:
+            return False
+        log = Store(self.path).log
+        steps = log.filter(pl.col(GLOBAL_STEP) <= global_step)["step"].to_list() if GLOBAL_STEP in log.columns else []
+        if not steps:
+            raise RecordingError(
+                f"{self.path} has no step {global_step} to go on from: another loop has recorded it, or it begins later. Record into a "
+                f"folder of its own what follows a checkpoint that was not recorded."
+            )
+        return int(max(steps)) + 1
 
     def costs(self) -> dict[str, float]:
         """Return what a tracker may show: how many steps are recorded, and how many bytes of disk they take."""
@@ -102,17 +116,6 @@ class ManagedRecording:
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.__exit__(kind, error, trace)
-
-
-def recorded_steps(path: Path, global_step: int) -> int:
-    """Return how many steps were recorded when a framework had counted `global_step`."""
-    log = Store(path).log
-    before = log.filter(pl.col(GLOBAL_STEP) <= global_step) if GLOBAL_STEP in log.columns else log.clear()
-    if before.is_empty():
-        raise RecordingError(
-            f"{path} has no step {global_step} to go on from: it was recorded by another loop, or later."
-        )
-    return int(before["step"].max()) + 1  # type: ignore[arg-type]
 
 
 def refuse(setups: Mapping[str, bool]) -> None:

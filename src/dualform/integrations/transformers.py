@@ -57,7 +57,7 @@ def record(
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (RecordedTrainer, kind), {"__module__": kind.__module__})
     recorded = cast(RecordedTrainer, trainer)
-    recorded.recording = ManagedRecording(path, options)
+    recorded.recording = ManagedRecording(path, options, samples.table)
     recorded.samples = samples
     recorded.verifies = verify
     recorded.head = fused_head(trainer.model)
@@ -98,9 +98,8 @@ class RecordedTrainer(Trainer):
         model = self.model_wrapped  # what torch.compile() gave, if the trainer compiles
         optimizer = cast(torch.optim.Optimizer, self.optimizer)
         left_out = {} if self.head is None else {self.head: FUSED_HEAD}
-        self.recording.begin(
-            model, optimizer, global_step=self.state.global_step, left_out=left_out, samples=self.samples.table
-        )
+        resume = self.recording.steps_at(self.state.global_step)
+        self.recording.begin(model, optimizer, resume=resume, left_out=left_out)
 
     def end_recording(self) -> None:
         """Training has ended; weights may now be replaced by those of the best checkpoint."""
