@@ -38,6 +38,7 @@ from dualform.query.network import Network
 from dualform.query.slots import addresses
 from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
+from dualform.store.samples import read_samples
 
 A = TypeVar("A", bound=Answer)
 Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
@@ -113,6 +114,11 @@ class Dual:
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the columns given to batch()."""
         return self.store.rows.filter(pl.col("step") < self.end_step)
+
+    @property
+    def samples(self) -> pl.DataFrame | None:
+        """What is known of each sample, such as its text, one line for each `sample_id`; None if that was not kept."""
+        return read_samples(self.store.files)
 
     @property
     def log(self) -> pl.DataFrame:

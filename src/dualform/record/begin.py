@@ -44,7 +44,7 @@ def record(
     path: str | os.PathLike[str],
     *,
     layers: str | Collection[str] | None = None,
-    exclude: str | Collection[str] = (),
+    exclude: str | Collection[str] | Mapping[str, str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
     batch_axis: int | Mapping[str, int] | None = None,
     check_rows: bool = True,
@@ -63,7 +63,7 @@ def record(
 ) -> Recorder:
     """Record the training of a model into the folder `path`, from now until the recorder is closed.
 
-    layers: names or globs of `model.named_modules()`; default: all that can be recorded. exclude: those to leave out.
+    layers: names or globs of `model.named_modules()`; default: all that can be recorded. exclude: those to leave out, or {name: reason}.
     outputs: {layer: units} keeps error signals only for some output units of a huge layer; its attention weights stay whole,
     and so do contributions to these units; it cannot be masked, nor rebuilt between snapshots.
     batch_axis: the axis of the model's inputs that holds the rows, if it is not the first (1 for sequence-first models); or, by the
