@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -29,7 +29,7 @@ from dualform.query.attention import LayerAttention
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
-from dualform.query.forward import run
+from dualform.query.forward import count_rows, run
 from dualform.query.influence.answers import Influence
 from dualform.query.influence.estimate import Settings, estimate
 from dualform.query.influence.mislabelled import mislabelled
@@ -37,10 +37,10 @@ from dualform.query.info import marks, store_info
 from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
 from dualform.query.network import Network
 from dualform.query.slots import addresses
+from dualform.query.targets import Target, TargetReader, predicts_next_token
 from dualform.store.reader import Store
 
 A = TypeVar("A", bound=Answer)
-Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 COUNTERS = ("step", "mu_product")
 """Numbers among the tensors of an optimizer's state."""
 
@@ -196,21 +196,25 @@ class Dual:
         inputs: Any,
         *,
         target: Target = None,
+        tokenizer: Any = None,
         rows: int | None = None,
         silent: bool = False,
         progress: Progress | None = None,
     ) -> ByLayer[LayerContributions]:
         """Return the contribution of every slot to a target, signed; exact in the layer whose output the target is.
 
-        target: an output unit, one for each example, or a function of the model's output that gives one number for
-        each example; default: the unit with the largest output. silent: as for attend(); what such slots contribute is zero.
+        target: an output unit, one for each example, or a function of the model's output that gives one number for each example; default:
+        the unit with the largest output. Of a language model: "next token", the likeliest one; a token as text, with its tokenizer; or
+        "completion", the log-probability of the inputs' `labels`. silent: as for attend(); what such slots contribute is zero.
         progress: called while optimizers with matrices as coefficients are replayed.
         """
         self._needs_model("contributions")
         self._needs_error_signals("contributions")
         self._warn()
         manifest = self.store.manifest
-        captured = run(self._query_model, manifest.layers, inputs, rows, manifest.batch_axis, target, True)
+        reader = self._target_reader(inputs, rows, tokenizer)
+        aim = reader.logit(target)
+        captured = run(self._query_model, manifest.layers, inputs, reader.rows, manifest.batch_axis, aim)
         answers = {}
         for name, found in captured.layers.items():
             _, layer = self.store.layer(name)
@@ -232,6 +236,7 @@ class Dual:
         inputs: Any,
         *,
         target: Target = None,
+        tokenizer: Any = None,
         method: str = "whitened",
         layers: str | Collection[str] | None = None,
         segments: int | Sequence[tuple[int, int]] = 15,
@@ -247,7 +252,7 @@ class Dual:
         """Return what would change in a target without some of the training data: an estimate, positive for what supports it.
 
         target: a class, one for each example, or None, the model's answer: its margin, log(p / (1 − p)); or a function of the
-        output that gives one number for each example. method: "whitened" (gradients with curvature between them; any loss),
+        output that gives one number for each example. Of a language model, as for contributions(), with margins of tokens. method: "whitened" (gradients with curvature between them; any loss),
         "kernel" (the best; softmax cross-entropy, thousands of rows in a segment; memory: bytes for its N² numbers), "sketch" (the
         kernel through size × size random numbers for each layer). segments: at most this many epochs, spread over the run, or
         (begin, end) in steps; sample: the column by which epochs are counted, default `sample_id`. damping: relative to the
@@ -274,8 +279,7 @@ class Dual:
             [layer for layer in self.store.manifest.layers if layer.name in chosen],
             self.end_step,
             model_at,
-            inputs,
-            rows,
+            self._target_reader(inputs, rows, tokenizer),
             target,
             Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
             progress,
@@ -383,6 +387,11 @@ class Dual:
     def _query_model(self) -> nn.Module:
         """A private copy of the model, which runs to get queries."""
         return self.model()
+
+    def _target_reader(self, inputs: Any, rows: int | None, tokenizer: Any) -> TargetReader:
+        count = count_rows(inputs, self.store.manifest.batch_axis) if rows is None else rows
+        assert self._model is not None  # questions with a target have asked for it
+        return TargetReader(inputs, count, predicts_next_token(self._model), tokenizer)
 
     def _warn(self) -> None:
         """Warn of inexact layers, with every answer."""
