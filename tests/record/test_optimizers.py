@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import dualform
-from dualform.errors import OptimizerError
-from dualform.record.optimizers import OPTIMIZERS, replay_for, require_replay
+from dualform.errors import NotRecordedError, OptimizerError
+from dualform.record.optimizers import OPTIMIZERS, listed, replay_for, warn_not_replayed
 from training import assert_exact, assert_same_weights, network, samples, sgd, train
 
 
@@ -198,18 +198,120 @@ def test_a_subclass_with_an_update_of_its_own_is_refused():
     assert replay_for(Noisy(network().parameters(), lr=0.1)) is None
 
 
-def test_an_optimizer_that_cannot_be_replayed_is_refused_with_those_that_can(tmp_path):
+class SignDescent(torch.optim.Optimizer):
+    """A user's own optimizer: it moves each weight by lr, whatever the size of its gradient."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+NOT_REPLAYED = {
+    "SignDescent": lambda m: SignDescent(m.parameters()),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+}
+
+
+def train_not_replayed(path, name):
+    with pytest.warns(UserWarning, match=rf"{name} cannot be replayed \(.*attention and influence can be asked"):
+        return train(path, optimizer=NOT_REPLAYED[name])
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_an_optimizer_that_cannot_be_replayed_keeps_the_slots_that_sgd_would(tmp_path, name):
+    dual = train_not_replayed(tmp_path / "run", name).dual
+    by_sgd = train(tmp_path / "sgd", optimizer=sgd).dual
+    # The first step begins with the same weights
+    for layer in ("0", "2"):
+        assert torch.equal(dual.layer(layer).keys[:5], by_sgd.layer(layer).keys[:5])
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_without_coefficients_verify_checks_the_gradients_and_says_so(tmp_path, name):
+    verified = train_not_replayed(tmp_path / "run", name).dual.verify()
+    assert verified.passed
+    assert set(verified.frame["verdict"]) == {"gradients"}
+    assert verified.frame["gap"].is_nan().all()
+    assert f"the updates of {name} cannot be replayed" in str(verified)
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_without_coefficients_attention_and_influence_are_answered(tmp_path, name):
+    dual = train_not_replayed(tmp_path / "run", name).dual
+    x, y = samples()
+    assert dual.attend(x[:2])["2"].top(3).height == 6
+    top = dual.influence(x[:2], target=y[:2]).top(3, by="sample_id")
+    assert top["influence"].is_finite().all()
+
+
+def test_without_coefficients_what_needs_them_says_so(tmp_path):
+    dual = train_not_replayed(tmp_path / "run", "SignDescent").dual
+    x, _ = samples()
+    for ask in (
+        lambda: dual.contributions(x[:1], target=0)["2"].top(3),
+        lambda: dual.masked(drop=pl.col("sample_id") == 1),
+        lambda: dual.layer("2").values,
+    ):
+        with pytest.raises(NotRecordedError, match=r"trained by SignDescent.*no coefficients"):
+            ask()
+
+
+def test_totals_of_deltas_need_an_optimizer_that_can_be_replayed(tmp_path):
     model = network()
-    with pytest.raises(OptimizerError, match=r"LBFGS cannot be replayed \(it looks back.*that can: SGD.*keep=\"keys\""):
+    with pytest.raises(OptimizerError, match=r"totals= of deltas needs coefficients, and Rprop.*can: SGD"):
+        dualform.record(model, torch.optim.Rprop(model.parameters()), tmp_path / "run", totals=["sample_id"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_that_cannot_be_replayed_may_move_the_weights_between_steps(tmp_path):
+    model = network()
+    optimizer = SignDescent(model.parameters())
+    x, y = samples()
+    with pytest.warns(UserWarning, match="SignDescent"):
+        recorder = dualform.record(model, optimizer, tmp_path / "run")
+    with recorder:
+        for _ in range(3):
+            recorder.batch(sample_id=range(len(x)))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)  # as schedule-free optimizers do between training and evaluation
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+def test_lbfgs_is_refused(tmp_path):
+    model = network()
+    with pytest.raises(OptimizerError, match="LBFGS computes several gradients within one step"):
         dualform.record(model, torch.optim.LBFGS(model.parameters()), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_one_bad_optimizer_in_a_list_is_named(tmp_path):
+def test_one_optimizer_in_a_list_that_cannot_be_replayed_is_named(tmp_path):
     model = network()
     several = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Rprop(model[2].parameters())]
-    with pytest.raises(OptimizerError, match="Rprop"):
-        dualform.record(model, several, tmp_path / "run")
+    with pytest.warns(UserWarning, match="Rprop cannot be replayed"):
+        dualform.record(model, several, tmp_path / "run").close()
+
+
+class Wrapper:
+    """An optimizer in another object, as Accelerate and Lightning make them."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_wrappers_of_optimizers_are_taken_off():
+    inner = sgd(network())
+    assert listed(Wrapper(Wrapper(inner))) == [inner]
+    assert listed([inner, Wrapper(inner)]) == [inner, inner]
 
 
 def test_keys_can_be_kept_under_any_optimizer(tmp_path):
@@ -224,5 +326,5 @@ def test_what_is_no_optimizer_is_refused(tmp_path, given, keep):
         dualform.record(network(), given, tmp_path / "run", keep=keep)
 
 
-def test_require_replay_says_nothing_about_sgd():
-    assert require_replay([sgd(network())]) is None
+def test_an_optimizer_that_can_be_replayed_gives_no_warning():
+    assert warn_not_replayed([sgd(network())]) is None

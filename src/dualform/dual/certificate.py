@@ -24,7 +24,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import update_table
+from dualform.dual.coefficients import not_replayed, update_table
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import compute_dtype, kept_rows
 from dualform.dual.masked import masked_by_groups, rebuild_each
@@ -47,6 +47,9 @@ DRAWS = 8
 TOTALS_ROUNDING = 64.0
 """Where slots were summed and not kept, gradients may be off by this many roundoffs of the parameter's movement."""
 
+GRADIENTS = "gradients"
+"""The verdict on parameters whose optimizer cannot be replayed: their slots explain every gradient, and no sum was checked."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -63,8 +66,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether every parameter passes."""
-        return bool((self.frame["verdict"] == "pass").all())
+        """Whether every parameter passes, or where its optimizer cannot be replayed, its gradients do."""
+        return bool(self.frame["verdict"].is_in(["pass", GRADIENTS]).all())
 
     def to_json(self) -> str:
         """For scripts."""
@@ -120,10 +123,13 @@ def verify(store: Store, end: int, progress: Progress | None = None, workers: in
     """Compare each parameter of the dual at `end` with the weights that training left there."""
     moment = _moment_to_compare(store, end)
     names = [parameter.name for parameter in store.manifest.parameters]
-    duals = _duals(store, end, workers)
+    optimizers = not_replayed(store, end)
+    duals = _duals(store, [name for name in names if name not in optimizers], end, workers)
     lines = []
     for name in report("verifying", names, progress):
-        if moment.snapshot is None:
+        if name in optimizers:
+            lines.append(_line_of_gradients(store, name, end, optimizers[name]))
+        elif moment.snapshot is None:
             lines.append(_projected_line(store, name, end))
         else:
             lines.append(_line(store, name, next(duals), _primal(store, name, moment.snapshot, end), end))
@@ -186,9 +192,19 @@ def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _duals(store: Store, end: int, workers: int) -> Iterator[Tensor]:
-    """The dual of each parameter, from the beginning of training."""
-    names = [parameter.name for parameter in store.manifest.parameters]
+def _line_of_gradients(store: Store, name: str, end: int, optimizer: str) -> dict[str, str | int | float]:
+    """Without coefficients there is no sum to compare with the weights, but its slots must explain every gradient."""
+    unknown = _Comparison(distance=math.nan, movement=math.nan, size=math.nan, begin=0)
+    problem = _problem(store, name, end)
+    wrong = wrong_size(store, name, end) if problem is None else None
+    if wrong is not None:
+        problem = ("fail", str(wrong))
+    explained = (GRADIENTS, f"its slots explain every gradient; the updates of {optimizer} cannot be replayed")
+    return _as_line(store, name, end, unknown, math.nan, problem or explained)
+
+
+def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[Tensor]:
+    """The dual of each of these parameters, from the beginning of training."""
     if store.manifest.keep != "totals":
         yield from rebuild_each(store, names, end=end, workers=workers)
         return
@@ -286,20 +302,31 @@ class _Comparison:
 
 
 def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, str | int | float]:
-    mine = update_table(store, name, 0, end)
-    updates = end if store.manifest.keep == "totals" else mine.height  # totals do not count each parameter's updates
+    updates = _count_updates(store, name, end)
     floor = _floor(store, name, end, found, updates)
     verdict, reason = _verdict(store, name, end, found, floor)
     if verdict == "pass":
-        reason += _qualified(store, name, mine)
-    residuals = mine["residual"].drop_nans()
+        reason += _qualified(store, name, update_table(store, name, 0, end))
+    return _as_line(store, name, end, found, floor.total, (verdict, reason))
+
+
+def _count_updates(store: Store, name: str, end: int) -> int:
+    # Totals do not count each parameter's updates
+    return end if store.manifest.keep == "totals" else update_table(store, name, 0, end).height
+
+
+def _as_line(
+    store: Store, name: str, end: int, found: _Comparison, floor: float, judged: tuple[str, str]
+) -> dict[str, str | int | float]:
+    residuals = update_table(store, name, 0, end)["residual"].drop_nans()
+    verdict, reason = judged
     return {
         "parameter": name,
         "layer": " + ".join(layer.name for layer in store.users(name)),
-        "updates": updates,
+        "updates": _count_updates(store, name, end),
         "gap": found.gap,
         "distance": found.distance,
-        "floor": floor.total,
+        "floor": floor,
         "movement": found.movement,
         "residual": float(residuals.max() or 0.0) if len(residuals) else 0.0,  # type: ignore[arg-type]
         "verdict": verdict,
@@ -309,6 +336,16 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
 
 def _verdict(store: Store, name: str, end: int, found: _Comparison, floor: Floor) -> tuple[str, str]:
     """Return pass, fail or inexact, and why."""
+    problem = _problem(store, name, end)
+    if problem is not None:
+        return problem
+    verdict, reason = _judge(found, floor)
+    wrong = wrong_size(store, name, end) if verdict == "pass" else None
+    return (verdict, reason) if wrong is None else ("fail", str(wrong))
+
+
+def _problem(store: Store, name: str, end: int) -> tuple[str, str] | None:
+    """A verdict that is known from what the recorder wrote down, without any comparison."""
     lost = not_finite_from(store, store.parameter(name), end)
     if lost is not None:
         return "fail", f"its gradient is not finite from step {lost} on"
@@ -316,9 +353,7 @@ def _verdict(store: Store, name: str, end: int, found: _Comparison, floor: Floor
     mark = next((mark for mark in marks if mark is not None), None)
     if mark is not None and mark.step < end:
         return "inexact", f"from step {mark.step} on: {mark.why}"
-    verdict, reason = _judge(found, floor)
-    wrong = wrong_size(store, name, end) if verdict == "pass" else None
-    return (verdict, reason) if wrong is None else ("fail", str(wrong))
+    return None
 
 
 def _qualified(store: Store, name: str, updates: pl.DataFrame) -> str:

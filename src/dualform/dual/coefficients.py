@@ -56,7 +56,18 @@ def update_table(store: Store, parameter: str, begin: int, end: int) -> pl.DataF
 
 
 def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
-    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
+    """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed), by an optimizer that can be replayed."""
+    updates = recorded_updates(store, parameter, begin=begin, end=end)
+    if updates.kind not in KINDS:
+        raise NotRecordedError(
+            f"{parameter!r} was trained by {updates.kind}, whose updates cannot be replayed, so its slots have no coefficients: there are "
+            f"no values, contributions, masks or weights between snapshots. attend() and influence() need no coefficients."
+        )
+    return updates
+
+
+def recorded_updates(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
+    """The same, by any optimizer."""
     if store.manifest.keep == "totals":
         raise NotRecordedError(
             f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
@@ -82,6 +93,14 @@ def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None 
         settings_of(updates),
         factor_table(updates["factors"]),
     )
+
+
+def not_replayed(store: Store, end: int) -> dict[str, str]:
+    """The parameters whose optimizer cannot be replayed, with the name of that optimizer."""
+    if store.manifest.keep != "slots":
+        return {}
+    found = store.updates.filter(pl.col("step") < end).select("parameter", "optimizer").unique()
+    return {store.manifest.parameters[number].name: kind for number, kind in found.iter_rows() if kind not in KINDS}
 
 
 @dataclass(frozen=True)

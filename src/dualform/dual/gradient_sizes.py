@@ -15,7 +15,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.coefficients import update_table, updates_of
+from dualform.dual.coefficients import recorded_updates, update_table
 from dualform.dual.gradients import Replayed, Slots, kept_rows
 from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
@@ -82,7 +82,7 @@ class _Check:
         dtype = getattr(torch, described.dtype)
         seed = int(store.manifest.settings["seed"])
         self._projection = Projection.of(parameter, described.shape, dtype, seed, vector=False)
-        self._gradients = Replayed(store, updates_of(store, parameter, end=end))
+        self._gradients = Replayed(store, recorded_updates(store, parameter, end=end))
         self._roundoff = torch.finfo(dtype).eps / 2
         self._storage = storage_roundoff(store, parameter)
 

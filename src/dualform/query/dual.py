@@ -272,6 +272,7 @@ class Dual:
         warned: set[str] = set()
 
         def model_at(step: int) -> nn.Module:
+            step = self._network.step_with_weights(step)
             return self._network.module(self._network.weights_at(step, reached=reached, warned=warned))
 
         return estimate(

@@ -9,6 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from dualform.dual.coefficients import not_replayed
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
 from dualform.progress import Progress, report
@@ -77,6 +78,15 @@ class Network:
             check_all_outputs(self._store, name, f"the network after step {step}")
             weights[name] = rebuilt(self._store, name, begin=nearest, end=step, reached=reached)
         return weights
+
+    def step_with_weights(self, step: int) -> int:
+        """The step itself, if its weights are known; else, under an optimizer that cannot be replayed, that of the nearest snapshot.
+
+        A snapshot is made by recorder.seal(), and at the beginning and the end.
+        """
+        if not not_replayed(self._store, self._store.end_step):
+            return step
+        return min(self._store.snapshot_steps(), key=lambda snapshot: abs(snapshot - step))
 
 
 def check_all_outputs(store: Store, parameter: str, question: str) -> None:

@@ -104,8 +104,10 @@ def record(
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     several = optimizers.listed(optimizer)
     wanted = groupings(totals, keep)
-    if keep != "keys":
-        optimizers.require_replay(several)
+    if any(grouping.kind != "keys" for grouping in wanted):
+        optimizers.refuse_not_replayed(several, "totals= of deltas")
+    if keep == "slots":
+        optimizers.warn_not_replayed(several)
     chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
     if outputs and any(grouping.kind != "keys" for grouping in wanted):
         raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')

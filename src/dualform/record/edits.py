@@ -193,6 +193,9 @@ class OptimizerWatch:
     def edits(self, is_unchanged: bool | None = None) -> Edits:
         """What has changed since the last update. is_unchanged: whether the parameters have not, if that is known."""
         found: Edits = {}
+        if self._replay is None:
+            # No dual form is claimed, and some of these optimizers move the weights between steps (schedule-free ones do)
+            return found
         if is_unchanged is None:
             is_unchanged = self.projections.unchanged()
         if not is_unchanged:

@@ -5,6 +5,7 @@ A new optimizer is one line in OPTIMIZERS here, with a function of its own if it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,9 +121,16 @@ def _inherits_update(subclass: type[Optimizer], kind: type[Optimizer]) -> bool:
     return not own & {"step", "_init_group"}
 
 
+def unwrapped(optimizer: object) -> object:
+    """The optimizer inside wrappers such as Accelerate's AcceleratedOptimizer or Lightning's LightningOptimizer."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else unwrapped(inner)
+
+
 def listed(given: object) -> list[Optimizer]:
-    """One optimizer or several, as a list."""
+    """One optimizer or several, as a list, each without its wrappers."""
     several: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    several = [unwrapped(one) for one in several]
     for one in several:
         if not isinstance(one, Optimizer):
             raise OptimizerError(
@@ -133,14 +141,34 @@ def listed(given: object) -> list[Optimizer]:
     return several
 
 
-def require_replay(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that cannot be replayed."""
-    known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
-    for optimizer in optimizers:
-        if replay_for(optimizer) is None:
-            name = type(optimizer).__name__
-            why = NOT_LINEAR.get(name, "its update is not known to be linear in the gradients")
+def why_not_replayed(name: str) -> str:
+    """Why the updates of an optimizer of this class cannot be replayed."""
+    return NOT_LINEAR.get(name, "its update is not known to be linear in the gradients")
+
+
+def warn_not_replayed(optimizers: Iterable[Optimizer]) -> None:
+    """Warn of optimizers whose updates cannot be replayed: their slots are recorded, but get no coefficients."""
+    for name in _not_replayed(optimizers):
+        if name == "LBFGS":
             raise OptimizerError(
-                f"{name} cannot be replayed ({why}), so error signals would get no coefficient. Optimizers "
-                f'that can: {known}. Or record(…, keep="keys"): attention weights need no coefficients.'
+                "LBFGS computes several gradients within one step, so no slot belongs to its update. It is not recorded."
             )
+        warnings.warn(
+            f"{name} cannot be replayed ({why_not_replayed(name)}). Keys and error signals are recorded and checked against every "
+            f"gradient; attention and influence can be asked. Contributions, masks and verify() of the weights need coefficients: "
+            f"train with one of {', '.join(kind.__name__ for kind in OPTIMIZERS)} for those.",
+            stacklevel=3,
+        )
+
+
+def refuse_not_replayed(optimizers: Iterable[Optimizer], what: str) -> None:
+    """Refuse optimizers whose updates cannot be replayed, for recordings that need coefficients."""
+    for name in _not_replayed(optimizers):
+        raise OptimizerError(
+            f"{what} needs coefficients, and {name} cannot be replayed ({why_not_replayed(name)}). Optimizers that can: "
+            f'{", ".join(kind.__name__ for kind in OPTIMIZERS)}. Or keep="slots": attention and influence need no coefficients.'
+        )
+
+
+def _not_replayed(optimizers: Iterable[Optimizer]) -> list[str]:
+    return [type(optimizer).__name__ for optimizer in optimizers if replay_for(optimizer) is None]
