@@ -45,13 +45,13 @@ class Projection:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, vector: bool) -> Projection:
-        """Always the same for a parameter of this name and shape in a recording with this seed."""
+        """Always the same for a parameter of this name and shape in a recording with this seed. dtype: that of the parameter."""
         numel = math.prod(shape)
         rows = numel if vector else shape[0]
         inputs = 1 if vector else numel // max(rows, 1)
         # A generator of its own: the user's random numbers are not touched
         generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
-        random = random_columns(inputs, rows, dtype, generator)
+        random = random_columns(inputs, rows, wide_enough(dtype), generator)
         columns = 1 if vector else random.shape[1]
         mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * columns)
         return Projection(not vector, rows, columns, random, mixed)
@@ -59,6 +59,7 @@ class Projection:
     def project(self, tensor: Tensor) -> Projected:
         """Return a tensor like the parameter, or some of its rows, as seen through R. The product runs on the tensor's own device."""
         tensor = tensor.detach()
+        tensor = tensor.to(wide_enough(tensor.dtype))
         if self.is_matrix:
             matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
             tensor = matrix @ self.random_like(matrix)
@@ -75,6 +76,11 @@ class Projection:
         """One number that tells what was seen: r · (W R)."""
         with np.errstate(all="ignore"):  # what has diverged may overflow
             return float(self.mixed @ projected)
+
+
+def wide_enough(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of this type are multiplied and added up: 16-bit ones in float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

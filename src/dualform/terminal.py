@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualform.evaluate.evaluation import Evaluation
 
 
-VERDICTS = {"pass": "green", "unknown": "yellow"}
+VERDICTS = {"pass": "green", "unknown": "yellow", "gradients": "yellow", "rounded": "yellow"}
 """The colours of verdicts; all others are red."""
 NEVER_NULL = ("query", "rank", "influence", "visits", "slot", "step", "backward", "call", "slot_position")
 """The columns of an answer that do not depend on a row."""
@@ -43,12 +43,15 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
             Text(f"{row['verdict']}: {row['reason']}", style=VERDICTS.get(row["verdict"], "bold red")),
         )
     console.print(table)
-    failed = certificate.frame.filter(certificate.frame["verdict"] != "pass")["parameter"].to_list()
-    if failed:
-        console.print(Text(f"Not verified: {', '.join(failed)}", style="bold red"))
+    equal = certificate.frame.filter(certificate.frame["verdict"] == "pass").height
+    if certificate.failed:
+        console.print(Text(f"Not verified: {', '.join(certificate.failed)}", style="bold red"))
+    elif equal == certificate.frame.height:
+        console.print(Text(f"All {equal} parameters equal their dual: initial part + what the slots wrote."))
     else:
-        count = certificate.frame.height
-        console.print(Text(f"All {count} parameters equal their dual: initial part + what the slots wrote."))
+        console.print(
+            Text(f"{equal} of {certificate.frame.height} parameters equal their dual; see the verdicts of the others.")
+        )
 
 
 def show_info(console: Console, info: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from dualform.dual.coefficients import not_replayed, update_table
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.dual.gradients import compute_dtype, kept_rows
 from dualform.dual.masked import masked_by_groups, rebuild_each
-from dualform.dual.rounding import Floor, full_floor, weights_floor
+from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, weights_floor
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
@@ -49,6 +49,10 @@ TOTALS_ROUNDING = 64.0
 
 GRADIENTS = "gradients"
 """The verdict on parameters whose optimizer cannot be replayed: their slots explain every gradient, and no sum was checked."""
+ROUNDED = "rounded"
+"""The verdict on 16-bit parameters whose distance from the dual is rounding, which may be as large as what training did to them."""
+PASSING = ("pass", GRADIENTS, ROUNDED)
+"""The verdicts of parameters that nothing is wrong with."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,14 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether every parameter passes, or where its optimizer cannot be replayed, its gradients do."""
-        return bool(self.frame["verdict"].is_in(["pass", GRADIENTS]).all())
+        """Whether nothing is wrong with any parameter. Not every one need be equal to its dual: see `frame["verdict"]`."""
+        return not self.failed
+
+    @property
+    def failed(self) -> list[str]:
+        """The parameters that something is wrong with."""
+        names: list[str] = self.frame.filter(~pl.col("verdict").is_in(PASSING))["parameter"].to_list()
+        return names
 
     def to_json(self) -> str:
         """For scripts."""
@@ -179,6 +189,7 @@ _SCHEMA: dict[str, Any] = {
     "distance": pl.Float64,
     "floor": pl.Float64,
     "movement": pl.Float64,
+    "explained": pl.Float64,
     "residual": pl.Float64,
     "verdict": pl.String,
     "reason": pl.String,
@@ -295,6 +306,11 @@ class _Comparison:
     """How many rounding floors the distance may be."""
 
     @property
+    def explained(self) -> float:
+        """The part of the movement that the dual explains, from 0 to 1."""
+        return max(0.0, 1 - self.gap**2) if math.isfinite(self.gap) else 0.0
+
+    @property
     def gap(self) -> float:
         if self.movement:
             return self.distance / self.movement
@@ -305,7 +321,14 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
     updates = _count_updates(store, name, end)
     floor = _floor(store, name, end, found, updates)
     verdict, reason = _verdict(store, name, end, found, floor)
-    if verdict == "pass":
+    dtype = store.manifest.parameters[store.parameter(name)].dtype
+    if verdict == "pass" and dtype in SIXTEEN_BITS and found.distance > 0:
+        verdict = ROUNDED
+        reason = (
+            f"its slots explain every gradient and {found.explained:.0%} of its movement; rounding to {dtype} is the rest: keep the weights "
+            f"in float32 and train under autocast"
+        )
+    elif verdict == "pass":
         reason += _qualified(store, name, update_table(store, name, 0, end))
     return _as_line(store, name, end, found, floor.total, (verdict, reason))
 
@@ -328,6 +351,7 @@ def _as_line(
         "distance": found.distance,
         "floor": floor,
         "movement": found.movement,
+        "explained": found.explained,
         "residual": float(residuals.max() or 0.0) if len(residuals) else 0.0,  # type: ignore[arg-type]
         "verdict": verdict,
         "reason": reason,

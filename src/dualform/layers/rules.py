@@ -23,6 +23,7 @@ from dualform.layers.autocast import Autocast
 from dualform.layers.keys import Maps
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Geometry, Layer, Use, joined
+from dualform.projection import wide_enough
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors)
     if error is not None and module.scale_grad_by_freq:
         _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
         error = error / counts[inverse].unsqueeze(-1)
-    return [LayerSlots("", numbers.unsqueeze(-1), error)]
+    # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each
+    return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
 
 
 def _embedding_refusal(module: nn.Module) -> str | None:
@@ -178,8 +180,8 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     error = errors[0]
     if error is None:
         return []
-    # Under autocast, PyTorch's kernels convert 16-bit inputs to float32 before they multiply
-    computed_in = torch.promote_types(given.dtype, weight.dtype)
+    # PyTorch's kernels convert 16-bit inputs to float32 before they multiply
+    computed_in = wide_enough(torch.promote_types(given.dtype, weight.dtype))
     normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
     parts = error * normal
     positions = math.prod(error.shape[2:]) if by_channel else 1
@@ -354,6 +356,8 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 _CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _save_x, _input_and_error)
 _ELEMENTWISE = Rule(elementwise.layers, elementwise.save_input, elementwise.slots)
+RECORDED_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Of parameters."""
 
 
 def rule_for(module: nn.Module) -> Rule | None:
@@ -382,8 +386,9 @@ def refusal(module: nn.Module) -> str | None:
     ):
         return "its weight is no parameter (old-style weight normalisation)"
     for parameter in module.parameters(recurse=False):
-        if parameter.dtype not in (torch.float32, torch.float64):
-            return f"its weight is {str(parameter.dtype).removeprefix('torch.')}; float32 and float64 can be recorded"
+        if parameter.dtype not in RECORDED_TYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in RECORDED_TYPES)
+            return f"its weight is {str(parameter.dtype).removeprefix('torch.')}; these types can be recorded: {known}"
     for kind in RULES:
         if isinstance(module, kind) and type(module).forward is not kind.forward:
             return f"its type {type(module).__name__} has a forward of its own"

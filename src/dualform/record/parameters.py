@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualform.layers.keys import Keys, Maps, Numbers, in_groups, part
 from dualform.layers.streams import Use
-from dualform.projection import SLACK, Projected, Projection
+from dualform.projection import SLACK, Projected, Projection, wide_enough
 from dualform.record import audit
 
 THROWN = 8
@@ -58,8 +58,8 @@ def mark_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def roundoff(tensor: Tensor) -> float:
-    """The unit roundoff of a tensor's type."""
-    return torch.finfo(tensor.dtype).eps / 2
+    """The unit roundoff of the type that gradients of a tensor are summed in."""
+    return torch.finfo(wide_enough(tensor.dtype)).eps / 2
 
 
 def norm_of(flat: np.ndarray[Any, Any]) -> float:

@@ -19,6 +19,7 @@ from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer, Use
 from dualform.native.kernels import is_plain
+from dualform.projection import wide_enough
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass
 from dualform.record.parameters import RecordedParameter, norm_of_rows
@@ -160,10 +161,11 @@ class RecordedLayer:
         errors = found.errors.detach()
         if errors.dtype in HALVES:
             self._note_autocast(task, found)
-            own_type = self.uses[0][1].tensor.dtype
-            # The gradient is made of the input as it was cast; but a part is a product already
-            if keys.is_floating_point() and self.layer.form != "parts":
-                keys = keys.to(errors.dtype).to(own_type)
+            own_type = wide_enough(self.uses[0][1].tensor.dtype)
+            if keys.is_floating_point():
+                # The gradient is made of the input as it was cast; but a part is a product already
+                cast = keys if self.layer.form == "parts" else keys.to(errors.dtype)
+                keys = cast.to(own_type)
             errors = errors.to(own_type)
         call = CallSlots(self, arrival, layout, keys, errors, found.key_terms, found.error_terms)
         if self.layer.geometry is not None:

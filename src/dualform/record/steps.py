@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import UnexplainedError
-from dualform.projection import Projected
+from dualform.projection import Projected, wide_enough
 from dualform.record import audit
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients, OptimizerWatch
@@ -326,5 +326,5 @@ def _share_factors(audited: list[_Audited]) -> None:
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:
-    own: records.Array = gradient.detach().cpu().numpy()
-    return own.copy() if times == 1 else own * times
+    own: records.Array = gradient.detach().cpu().to(wide_enough(gradient.dtype), copy=True).numpy()
+    return own if times == 1 else own * times
