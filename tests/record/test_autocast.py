@@ -8,6 +8,7 @@ import dualform
 from dualform.dual.masked import masked_by_groups
 from dualform.dual.totals import find
 from dualform.errors import UnexplainedError
+from dualform.projection import Projection
 from dualform.record import begin
 from halves import require
 
@@ -294,3 +295,25 @@ def test_a_normalisation_under_autocast_whose_gradient_was_changed(tmp_path, kin
 
     with pytest.raises(UnexplainedError, match="clipped by value"):
         train_a_normalisation(tmp_path / "run", NORMS[kind], second=1.0, before_step=clip_by_value)
+
+
+def test_gradients_that_lie_across_the_audits_random_matrix_are_not_refused(tmp_path, monkeypatch):
+    """Rows of a gradient that are nearly parallel: R may show little of them, but it shows all of their rounding."""
+    require(torch.bfloat16)
+    torch.manual_seed(0)
+    model = nn.Linear(128, 16, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monkeypatch.setattr(begin, "private_seed", lambda: 0)
+    random = Projection.of("weight", (16, 128), torch.float32, 0, vector=False).random
+    common = torch.randn(128)
+    common -= random[:, 0] * (common @ random[:, 0]) / 128  # all inputs are close to it, and R does not see it
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(5):
+            x = common + 1e-3 * torch.randn(8, 128)
+            recorder.batch(sample_id=range(8))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dualform.open(tmp_path / "run", model).verify().passed

@@ -203,11 +203,24 @@ class RecordedParameter:
         """Forget backward passes up to this one."""
         self.shares = [share for share in self.shares if share.task > task]
 
-    def bound_coarse_error(self, share: PassShare) -> float:
-        """Write down how far rounding to 16 bits may have moved a pass's gradient; gives that type's unit roundoff."""
+    def hidden_part(self, gradient: Tensor, projected: Projected) -> float:
+        """How many times as large a gradient is as what R shows of it; at least 1.
+
+        A gradient whose rows are nearly parallel may lie nearly across R: little is seen of it, but all of its rounding.
+        """
+        shown = norm_of(projected) / math.sqrt(self.columns)
+        size = norm_of_tensor(gradient.detach())
+        return max(1.0, size / shown) if shown > 0 and math.isfinite(size) else 1.0
+
+    def bound_coarse_error(self, share: PassShare, hidden: float) -> float:
+        """Write down how far rounding to 16 bits may have moved a pass's gradient; gives that type's unit roundoff.
+
+        hidden: how many times as large the gradient is as what R shows of it (see `hidden_part`).
+        """
         assert share.coarse_dtype is not None
         seen = self.tensor.numel() * self.columns
-        share.coarse = audit.coarse_error(norm_of(share.added), seen, share.coarse_dtype, share.partial_sums)
+        size = hidden * norm_of(share.added)
+        share.coarse = audit.coarse_error(size, seen, share.coarse_dtype, share.partial_sums)
         if share.rounded_inside:
             share.common = audit.coarse_error_of_terms(share.scale, share.coarse_dtype)
             share.coarse += share.common

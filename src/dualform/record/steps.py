@@ -224,9 +224,10 @@ class StepBuilder:
                 continue
             seen = parameter.project(gradient)
             shares = [share for share in parameter.shares if share.counted]
-            units = [parameter.bound_coarse_error(share) for share in shares if share.coarse_dtype is not None]
-            if units:
-                own = {**own, "autocast": max(units)}
+            coarse = [share for share in shares if share.coarse_dtype is not None]
+            if coarse:
+                hidden = parameter.hidden_part(gradient, seen)
+                own = {**own, "autocast": max(parameter.bound_coarse_error(share, hidden) for share in coarse)}
             if all(share.audited for share in shares):
                 verdict = audit.explain(shares, seen, parameter.roundoff)
             else:
