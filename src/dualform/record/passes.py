@@ -28,8 +28,8 @@ from dualform.store.encoding import encode_all
 ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 IGNORED_HOOKS = (
-    "Code that torch.compile made before record() ignores new hooks, also if it was made for another model of the same class. "
-    "Call record() before the first call of the compiled model, or torch.compiler.reset() right before record()"
+    "Code that torch.compile made for another model of the same class, after record(), ignores the hooks of this one. Call "
+    "torch.compiler.reset() before the recorded model is called"
 )
 
 

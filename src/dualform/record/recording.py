@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +29,7 @@ from dualform.record.choose import Chosen
 from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import FinishedSteps
-from dualform.record.hooks import Capture
+from dualform.record.hooks import COMPILER, Capture
 from dualform.record.interrupts import INTERRUPTS, is_running
 from dualform.record.late_layers import LateLayers
 from dualform.record.passes import PendingPasses
@@ -105,6 +106,9 @@ class Recording:
     def _attach(self) -> None:
         for module in self._passes.modules:
             self._capture.add(module)
+        if COMPILER in sys.modules:
+            # What was compiled before, for this model or another one of its class, would ignore the new hooks
+            torch.compiler.reset()
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._before_step(number)))
             self._handles.append(optimizer.register_step_post_hook(self._after_step(number)))
