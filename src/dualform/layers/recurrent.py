@@ -55,7 +55,7 @@ def outputs(value: Any) -> list[Tensor]:
     return [tensor for part in value for tensor in outputs(part)]
 
 
-def refusal(module: nn.Module) -> str | None:
+def why_left_out(module: nn.Module) -> str | None:
     """Why a module cannot be recorded, or None."""
     kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
     if kind is None:
