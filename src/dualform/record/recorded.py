@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import DualformError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors, keys_of
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer
@@ -116,14 +116,8 @@ class CallSlots:
 
     def decoded_keys(self) -> Keys:
         """The keys as what they stand for."""
-        layer = self.layer.layer
-        if layer.geometry is not None:
-            maps = self.keys.reshape(-1, layer.geometry.channels, *self.shape[1:])
-            return Maps(maps, layer.geometry)
-        if layer.form == "numbers":
-            assert self.errors is not None
-            return Numbers(self.keys, layer.d_in, self.errors.dtype)
-        return Vectors(self.keys)
+        assert self.errors is not None
+        return keys_of(self.layer.layer, self.keys, self.shape[1:], self.errors.dtype)
 
 
 class RecordedLayer:
