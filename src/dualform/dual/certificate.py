@@ -212,7 +212,7 @@ def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[T
     if view is None:
         moment = store.manifest.totals.step if store.manifest.totals else 0
         raise NotRecordedError(
-            f"{store.folder} keeps totals only, as they were after step {moment}"
+            f"{store.location} keeps totals only, as they were after step {moment}"
             + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
             + ' Record with keep="slots", or with totals that have deltas.'
         )
