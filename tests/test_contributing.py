@@ -1,8 +1,9 @@
-"""CONTRIBUTING's example of a new layer type, followed word by word."""
+"""CONTRIBUTING: its example of a new layer type, followed word by word, and the files it names."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +45,15 @@ def test_a_new_layer_type_is_two_functions_and_a_line(tmp_path, monkeypatch):
     torch.testing.assert_close(
         torch.from_numpy(parts["initial"].to_numpy() + parts["slots"].to_numpy()), model(x[:3])[:, 1].detach()
     )
+
+
+@pytest.mark.parametrize(
+    ("heading", "room"), [("The walk of a slot in", "record"), ("The walk of a slot out", "query")]
+)
+def test_a_walk_passes_at_most_twelve_files_and_all_of_them_exist(heading, room):
+    package = Path(dualform.__file__).parent
+    section = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
+    files = re.findall(r"\d+\. `([\w/]+\.py)`", section)
+    assert 1 < len(files) <= 12
+    for file in files:
+        assert (package / file).exists() or (package / room / file).exists(), file

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 Settings = Mapping[str, float]
 Factor = float | Tensor
 
@@ -344,6 +345,27 @@ class Walked:
     a: float
     b: float
     c: Floats
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Updates of one parameter, one after the other."""
+
+    kind: str
+    steps: Ints
+    """(updates,)"""
+    settings: dict[str, Floats]
+    """(updates,) each."""
+    factors: Floats
+    """(updates, backward passes), 0 where there was none."""
+
+    def at(self, place: int) -> dict[str, float]:
+        """The settings of one update."""
+        return {name: float(values[place]) for name, values in self.settings.items()}
+
+    def walked(self, of: str = "weight", later: Walked | None = None) -> Walked:
+        """What becomes of their beginning and of their gradients; see walk_back."""
+        return walk_back(self.kind, self.settings, len(self.steps), of, later)
 
 
 def walk_back(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import dualform
 import padded
 import shared
-from dualform.curvature.loss_mean import Calls, LossMean, divisors
+from dualform.curvature.loss_mean import LossMean, divisors, table_of_calls
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.record import curvature
 from dualform.store.format import NO_ROW
@@ -21,9 +21,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 def calls(*lines):
     """Each line: backward, first_row, rows, layer, arrival, written; all of step 0."""
-    table = np.array([(0, *line) for line in lines], dtype=np.int64).T
-    step, backward, first_row, rows, layer, arrival, written = table
-    return Calls(step, backward, first_row, rows, layer, arrival, written)
+    return table_of_calls([(0, *line) for line in lines])
 
 
 CASES = {
@@ -46,7 +44,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_by_what_error_signals_were_divided(case):
     lines, expected = CASES[case]
-    given = calls(*lines) if lines else Calls(*[np.zeros(0, np.int64)] * 7)
+    given = calls(*lines)
     assert divisors(given, "tokens").tolist() == expected
     assert divisors(given, "none").tolist() == [1] * len(lines)
 

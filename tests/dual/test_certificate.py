@@ -13,7 +13,7 @@ from dualform.dual import rounding
 from dualform.dual.certificate import FLOORS
 from dualform.dual.gradient_sizes import wrong_size
 from dualform.record import begin
-from dualform.record.recording import Recording
+from dualform.record.progress import StepProgress
 from dualform.store.writer import Writer
 from training import train
 
@@ -127,7 +127,7 @@ def recorded(path, optimizer, precision, stored, *, killed=False):
     """A training of 40 steps; killed: without its last snapshot and without an end."""
     with pytest.MonkeyPatch.context() as patch:
         if killed:
-            patch.setattr(Recording, "_put_snapshot", lambda self: None)
+            patch.setattr(StepProgress, "put_snapshot", lambda self: None)
             patch.setattr(Writer, "close", lambda self, *_: (self.wait(), self.abandon()))
         return train(path, optimizer=OPTIMIZERS[optimizer], precision=precision, dtype=stored, steps=40).dual
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from dualform.layers.recurrent import names, outputs, refusal, shown_keys, unroll
+from dualform.layers.recurrent import names, outputs, shown_keys, unroll, why_left_out
 from dualform.layers.slot_source import map_tensors
 
 D_INPUT, D_HIDDEN = 3, 2
@@ -445,7 +445,7 @@ def unparametrised():
 
 @pytest.mark.parametrize("module", [*(make(3, 2) for make in [*SEQUENCES.values(), *CELLS.values()]), Renamed(3, 2)])
 def test_what_can_be_recorded(module):
-    assert refusal(module) is None
+    assert why_left_out(module) is None
 
 
 @pytest.mark.parametrize(
@@ -462,4 +462,4 @@ def test_what_can_be_recorded(module):
     ],
 )
 def test_what_cannot_be_recorded(module, why):
-    assert refusal(module()).startswith(why)
+    assert why_left_out(module()).startswith(why)

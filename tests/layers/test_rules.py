@@ -14,7 +14,7 @@ from dualform.layers.keys import Maps, Numbers, Vectors
 from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
-from dualform.layers.rules import RULES, geometry_of, queries_of, refusal, rule_for
+from dualform.layers.rules import RULES, geometry_of, queries_of, rule_for, why_left_out
 from dualform.layers.slot_source import SlotSource, map_tensors
 from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
@@ -262,7 +262,7 @@ class Ran:
 def run(call, reached=None, only=None):
     """Call the module, with a random loss. reached: the outputs it depends on; only: the one row it depends on."""
     module, rule = call.module, rule_for(call.module)
-    assert refusal(module) is None
+    assert why_left_out(module) is None
     layers = {layer.name: layer for layer in rule.layers(module, "name", lambda short: short)}
     begun = rule.begin(module) if rule.begin else None
     output = map_tensors(module(*call.args, **call.kwargs), Tensor.clone)

@@ -201,30 +201,62 @@ def test_modules_that_are_computed_once_more_run_outside_the_graph(tmp_path, cel
     assert dualform.open(tmp_path / "run", model).verify().passed
 
 
-def test_hooks_that_the_compiler_ignores_are_an_error_at_the_first_step(tmp_path):
-    """A model that has run compiled before record(): PyTorch does not look for new hooks."""
-    model = torch.compile(Network(), backend="eager")
-    [(ids, inputs, labels)] = batches(1)
-    nn.functional.cross_entropy(model(inputs), labels).backward()
+def backward(model):
+    [(_, inputs, labels)] = batches(1)
     model.zero_grad()
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def test_a_model_that_has_run_compiled_before_it_is_recorded(tmp_path):
+    def compiled_and_run(model):
+        compiled = torch.compile(model, backend="eager")
+        backward(compiled)
+        model.zero_grad()
+        return compiled
+
+    model = train(Network, tmp_path / "run", before=compiled_and_run)
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+def test_two_compiled_models_of_one_class_are_recorded_in_turns(tmp_path):
+    models = [Network(), Network()]
+    compiled = [torch.compile(model, backend="eager") for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    recorders = []
+    for number in (0, 1, 0, 1):
+        if len(recorders) <= number:
+            recorders.append(dualform.record(compiled[number], optimizers[number], tmp_path / str(number)))
+        recorders[number].batch(sample_id=range(5))
+        backward(compiled[number])
+        optimizers[number].step()
+    for number, model in enumerate(models):
+        recorders[number].close()
+        dual = dualform.open(tmp_path / str(number), model)
+        assert dual.info()["steps"] == 2
+        assert dual.verify().passed
+
+
+def recorded_beside_another(path):
+    """A recorded model whose hooks PyTorch ignores: another one of its class was compiled after record()."""
+    model = torch.compile(Network(), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
-        recorder.batch(sample_id=ids)
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        with pytest.raises(UnexplainedError, match=r"before the first call .* torch\.compiler\.reset\(\)"):
-            optimizer.step()
+    recorder = dualform.record(model, optimizer, path)
+    backward(torch.compile(Network(), backend="eager"))
+    recorder.batch(sample_id=range(5))
+    backward(model)
+    return optimizer, recorder
+
+
+def test_hooks_that_the_compiler_ignores_are_an_error_at_the_first_step(tmp_path):
+    optimizer, recorder = recorded_beside_another(tmp_path / "run")
+    with recorder, pytest.raises(UnexplainedError, match=r"same class.* torch\.compiler\.reset\(\)"):
+        optimizer.step()
 
 
 def test_ignored_hooks_are_named_before_a_second_batch(tmp_path):
-    model = torch.compile(Network(), backend="eager")
-    [(ids, inputs, labels)] = batches(1)
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
-        recorder.batch(sample_id=ids)
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        with pytest.raises(BatchError, match=r"torch\.compiler\.reset\(\)"):
-            recorder.batch(sample_id=ids)
+    _, recorder = recorded_beside_another(tmp_path / "run")
+    with recorder, pytest.raises(BatchError, match=r"torch\.compiler\.reset\(\)"):
+        recorder.batch(sample_id=range(5))
 
 
 def test_the_model_goes_on_after_the_recorder_is_closed(tmp_path):

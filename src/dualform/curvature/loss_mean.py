@@ -8,14 +8,14 @@ backward pass: its slots that are not silent. For a classifier these are the row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.store.format import BLOCK_FIELDS, NO_ROW
+from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.records import Block
 from dualform.store.slots import SlotChunk
@@ -28,74 +28,51 @@ RECORDED_MEAN = "tokens"
 """What the recorder takes the loss for a mean over, where it counts curvature."""
 
 
-@dataclass(frozen=True)
-class Calls:
-    """What is known of some calls, an entry each."""
-
-    step: Ints
-    backward: Ints
-    first_row: Ints
-    rows: Ints
-    layer: Ints
-    arrival: Ints
-    """In which order error signals arrived in the backward pass: the lowest is nearest to the loss."""
-    written: Ints
-    """How many slots are not silent."""
+CALLS = ("step", "backward", "first_row", "rows", "layer", "arrival", "written")
+"""What is known of a call. arrival: the place of its error signal among those of the backward pass, the lowest is nearest to the loss; written: how
+many of its slots are not silent."""
 
 
-def calls_of_blocks(blocks: Sequence[Block]) -> Calls:
+def table_of_calls(calls: Sequence[Sequence[int]] | Ints) -> pl.DataFrame:
+    """A line for each call, with the numbers of CALLS."""
+    numbers = np.asarray(calls, np.int64).reshape(-1, len(CALLS))
+    return pl.DataFrame(numbers, schema=dict.fromkeys(CALLS, pl.Int64), orient="row")
+
+
+def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
     """The calls of one step."""
-    fields = [
-        (0, b.backward, b.first_row, b.rows, b.layer, b.arrival, b.rows * b.positions - _silent(b)) for b in blocks
-    ]
-    return Calls(*np.array(fields, dtype=np.int64).reshape(-1, 7).T)
+    calls = []
+    for block in blocks:
+        silent = 0 if block.silent is None else int(block.silent.sum())
+        written = block.rows * block.positions - silent
+        calls.append((0, block.backward, block.first_row, block.rows, block.layer, block.arrival, written))
+    return table_of_calls(calls)
 
 
-def _silent(block: Block) -> int:
-    return 0 if block.silent is None else int(block.silent.sum())
-
-
-def divisors(calls: Calls, mean: str) -> Floats:
-    """By what the error signals of each call were divided, (calls,). mean: one of LOSS_MEANS.
+def divisors(calls: pl.DataFrame, mean: str) -> Floats:
+    """By what the error signals of each call were divided, (calls,). calls: as table_of_calls gives them. mean: one of LOSS_MEANS.
 
     Calls of one backward pass and one batch() call share a mean. A call that serves all rows has that of the batch nearest to the loss.
     """
-    found = np.ones(len(calls.step))
     if mean == "none":
-        return found
+        return np.ones(calls.height)
+    backward = ["step", "backward"]
+    batch = [*backward, "first_row"]
+    has_rows = (pl.col("first_row") != NO_ROW) & (pl.col("rows") > 0)
     # In every batch of every backward pass, the call nearest to the loss comes first; of the layers of one module, the last
-    order = np.lexsort((-calls.layer, calls.arrival, calls.first_row, calls.backward, calls.step))
-    order = order[(calls.first_row[order] != NO_ROW) & (calls.rows[order] > 0)]
-    begins = _begins(calls.step[order], calls.backward[order], calls.first_row[order])
-    batches = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(order))))
-    nearest = order[begins]
-    counts = calls.rows[nearest].astype(np.float64)
-    if mean == "tokens":
-        at_output = calls.layer[order] == calls.layer[nearest][batches]
-        counts = np.bincount(batches, calls.written[order] * at_output, minlength=len(begins))
-    counts = np.maximum(counts, 1)
-    found[order] = counts[batches]
-    _add_shared(calls, nearest, counts, found)
+    nearest_first = calls.filter(has_rows).sort([*batch, "arrival", "layer"], descending=[False] * 4 + [True])
+    at_output = pl.col("layer") == pl.col("layer").first()
+    count = pl.col("written").filter(at_output).sum() if mean == "tokens" else pl.col("rows").first()
+    of_batches = nearest_first.group_by(batch, maintain_order=True).agg(
+        count.clip(lower_bound=1).cast(pl.Float64).alias("of_batch"), pl.col("arrival").first()
+    )
+    of_passes = of_batches.group_by(backward).agg(pl.col("of_batch").sort_by("arrival").first().alias("of_pass"))
+    known = calls.join(of_batches, on=batch, how="left", maintain_order="left")
+    known = known.join(of_passes, on=backward, how="left", maintain_order="left")
+    is_shared = pl.col("first_row") == NO_ROW
+    divisor = pl.when(is_shared).then("of_pass").when(has_rows).then("of_batch").fill_null(1.0)
+    found: Floats = known.select(divisor.alias("divisor"))["divisor"].to_numpy()
     return found
-
-
-def _add_shared(calls: Calls, nearest: Ints, counts: Floats, found: Floats) -> None:
-    """Enter the divisors of calls that serve all rows. nearest, counts: of each batch, the call nearest to the loss and its divisor."""
-    shared = np.flatnonzero(calls.first_row == NO_ROW)
-    if not len(shared):
-        return
-    of_pass: dict[tuple[int, int], float] = {}
-    for batch in np.argsort(calls.arrival[nearest], kind="stable").tolist():
-        call = nearest[batch]
-        of_pass.setdefault((int(calls.step[call]), int(calls.backward[call])), float(counts[batch]))
-    for call in shared.tolist():
-        found[call] = of_pass.get((int(calls.step[call]), int(calls.backward[call])), 1.0)
-
-
-def _begins(*keys: Ints) -> Ints:
-    """Where another key begins, if keys are sorted."""
-    table = np.stack(keys)
-    return np.flatnonzero(np.append(True, (table[:, 1:] != table[:, :-1]).any(0))[: table.shape[1]])
 
 
 class LossMean:
@@ -128,13 +105,14 @@ def _key(chunk: SlotChunk) -> tuple[int, int]:
     return chunk.number, chunk.chunk.first_step
 
 
-def _calls(chunks: Sequence[SlotChunk]) -> Calls:
+def _calls(chunks: Sequence[SlotChunk]) -> pl.DataFrame:
     """The calls of some chunks, one chunk's after the other's. Those without slots count for nothing."""
-    blocks = np.concatenate([np.zeros((0, len(BLOCK_FIELDS)), np.int64), *(chunk.blocks for chunk in chunks)])
-    layers = np.repeat([chunk.number for chunk in chunks], [len(chunk.blocks) for chunk in chunks])
-    written = np.concatenate([np.zeros(0, np.int64), *map(_written, chunks)])
-    step, backward, _, first_row, rows, _, arrival = blocks.T
-    return Calls(step, backward, first_row, rows, layers.astype(np.int64), arrival, written)
+    found = [np.zeros((0, len(CALLS)), np.int64)]
+    for chunk in chunks:
+        step, backward, _, first_row, rows, _, arrival = chunk.blocks.T
+        layer = np.full_like(step, chunk.number)
+        found.append(np.stack([step, backward, first_row, rows, layer, arrival, _written(chunk)], 1))
+    return table_of_calls(np.concatenate(found))
 
 
 def _written(chunk: SlotChunk) -> Ints:

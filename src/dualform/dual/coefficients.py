@@ -6,47 +6,35 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import polars as pl
 from cachetools import LRUCache, cached
 
+from dualform import recursions
 from dualform.errors import NotRecordedError
-from dualform.recursions import KINDS, Floats, Walked, walk_back
+from dualform.recursions import KINDS, Floats, Walked
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import factor_table, settings_of
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 WALKS = 64
 """How many walks are kept."""
 
 
 @dataclass(frozen=True)
-class Updates:
+class Updates(recursions.Updates):
     """The updates of one parameter over a stretch of training."""
 
     parameter: str
     begin: int
     end: int
-    steps: Ints
-    """(updates,)"""
-    kind: str
-    settings: dict[str, Floats]
-    factors: Floats
-    """(updates, backward passes), 0 where there was none."""
-
-    def at(self, place: int) -> dict[str, float]:
-        """The settings of one update."""
-        return {name: float(values[place]) for name, values in self.settings.items()}
 
     def between(self, begin: int, end: int) -> Updates:
         """Those of a shorter stretch."""
         here = slice(*np.searchsorted(self.steps, [begin, end]).tolist())
         settings = {name: values[here] for name, values in self.settings.items()}
-        return Updates(self.parameter, begin, end, self.steps[here], self.kind, settings, self.factors[here])
+        return Updates(self.kind, self.steps[here], settings, self.factors[here], self.parameter, begin, end)
 
 
 def update_table(store: Store, parameter: str, begin: int, end: int) -> pl.DataFrame:
@@ -85,13 +73,13 @@ def recorded_updates(store: Store, parameter: str, *, begin: int = 0, end: int |
     if len(kinds) > 1:
         raise NotRecordedError(f"{parameter!r} was trained by several kinds of optimizers: {kinds}.")
     return Updates(
+        kinds[0] if kinds else "sgd",
+        steps,
+        settings_of(updates),
+        factor_table(updates["factors"]),
         parameter,
         begin,
         end,
-        steps,
-        kinds[0] if kinds else "sgd",
-        settings_of(updates),
-        factor_table(updates["factors"]),
     )
 
 
@@ -155,7 +143,6 @@ def _content(updates: Updates) -> bytes:
 
 @cached(LRUCache(WALKS), key=_content, lock=Lock())
 def _walk(updates: Updates) -> Walked:
-    count = len(updates.steps)
-    if not count:
+    if not len(updates.steps):
         return Walked(1.0, 0.0, np.zeros(0))
-    return walk_back(updates.kind, updates.settings, count)
+    return updates.walked()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualform.layers.streams import Geometry
+from dualform.layers.streams import Geometry, Layer
 
 
 class Keys(Protocol):
@@ -221,3 +221,12 @@ class Maps:
         places = list(range(2, 2 + axes))
         found = found.permute(0, *places, 1, *(axes + place for place in places))
         return found.reshape(-1, geometry.patch)
+
+
+def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtype) -> Keys:
+    """Return keys as what they stand for. stored: a row for each, decoded; size: of each feature map; dtype: the type of numbers to compute in."""
+    if layer.form == "numbers":
+        return Numbers(stored, layer.d_in, dtype)
+    if layer.geometry is None:
+        return Vectors(stored)
+    return Maps(stored.reshape(-1, layer.geometry.channels, *size), layer.geometry)

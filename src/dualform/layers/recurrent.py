@@ -55,7 +55,7 @@ def outputs(value: Any) -> list[Tensor]:
     return [tensor for part in value for tensor in outputs(part)]
 
 
-def refusal(module: nn.Module) -> str | None:
+def why_left_out(module: nn.Module) -> str | None:
     """Why a module cannot be recorded, or None."""
     kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
     if kind is None:
@@ -90,13 +90,14 @@ def unroll(
     during the call; then error signals have its 16-bit type.
     """
     is_cast = autocast is not None and autocast.is_on
-    call, walks = _Call(module, *arguments, is_cast=is_cast), list[_Walk]()
-    x, masks = call.x, call.masks(rng)
+    call = _Call(module, *arguments, is_cast=is_cast)
+    walks: list[_Walk] = []
+    x = call.x
+    masks = call.masks(rng)
     context = autocast.again() if autocast is not None else torch.autocast(x.device.type, enabled=False)
-    walk = _walk_cast if is_cast else _walk
     with torch.set_grad_enabled(errors is not None), context:
         for place in range(len(call.weights)):
-            walks.append(walk(call, x, place))
+            walks.append(_walk(call, x, place))
             if (place + 1) % call.sides == 0:
                 x = torch.cat([walk.hidden for walk in walks[-call.sides :]], dim=-1)
                 x = x * masks.pop(0).to(x.dtype) if masks else x
@@ -132,7 +133,8 @@ class _Call:
     ) -> None:
         """is_cast: it ran under autocast, and what came in keeps its own type."""
         given = dict(zip(("input", "hx"), positional, strict=False)) | named
-        entry, state = given["input"], given.get("hx")
+        entry = given["input"]
+        state = given.get("hx")
         self.module = module
         self._is_cast = is_cast
         self.weights = [[weight.detach() for weight in group] for group in _weights(module)]
@@ -173,30 +175,8 @@ class _Call:
             drawn = [dropout(ones, module.dropout) for _ in range(module.num_layers - 1)]
         return drawn if self.packed is None else [self.sequence(mask) for mask in drawn]
 
-    def maps(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Input, previous h and one → pre-activations: (d_error, d_input), (d_error, d_hidden), (d_error,)."""
-        w_ih, w_hh, *biases = self.weights[place]
-        b_ih, b_hh = biases or [w_ih.new_zeros(len(w_ih))] * 2
-        if not isinstance(self.module, nn.GRU | nn.GRUCell):
-            return w_ih, w_hh, b_ih + b_hh
-        n = 2 * self.hidden  # where the part of n begins, after r and z
-        w_ih = torch.cat([w_ih, torch.zeros_like(w_ih[n:])])
-        w_hh = torch.cat([w_hh[:n], torch.zeros_like(w_hh[n:]), w_hh[n:]])
-        return w_ih, w_hh, torch.cat([b_ih[:n] + b_hh[:n], b_ih[n:], b_hh[n:]])
-
-    def step(self, pre: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
-        """Pre-activations (rows, d_error) and state → the next state."""
-        if c is not None:
-            i, f, g, o = pre.chunk(4, dim=-1)
-            c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
-            return [o.sigmoid() * c.tanh(), c]
-        if isinstance(self.module, nn.GRU | nn.GRUCell):
-            r, z, n_input, n_hidden = pre.chunk(4, dim=-1)
-            return [torch.lerp(torch.addcmul(n_input, r.sigmoid(), n_hidden).tanh(), h, z.sigmoid())]
-        return [pre.relu() if getattr(self.module, "nonlinearity", None) == "relu" else pre.tanh()]
-
-    def step_cast(self, of_input: Tensor, of_hidden: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
-        """The same under autocast: in the order of PyTorch's own operations, each of which rounds to 16 bits.
+    def step(self, of_input: Tensor, of_hidden: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
+        """The next state, in the order of PyTorch's own operations: under autocast, each of them rounds to 16 bits.
 
         of_input, of_hidden: what the weights make of the input and of the previous hidden state, each with its bias.
         """
@@ -220,50 +200,30 @@ class _Walk(NamedTuple):
     pre: Tensor  # (time, rows, d_error): the input's part of the pre-activations, with the same gradients as the whole
     hidden: Tensor  # (time, rows, d_hidden): h after each time
     state: list[Tensor]  # the last h (and c)
-    of_hidden: list[Tensor] | None = (
-        None  # at each time, what weight_hh makes of h; under autocast, if a GRU needs its gradient
-    )
+    of_hidden: list[Tensor]  # at each time, what weight_hh makes of h, if its gradient is another one (GRU)
 
 
 def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
     """Walk through time; where a sequence has ended, or not yet begun, the state stays as it is."""
-    w_ih, w_hh, bias = call.maps(place)
-    pre, w_hh = linear(x, w_ih, bias), w_hh.T.contiguous()
-    if torch.is_grad_enabled():
-        pre.requires_grad_()
-    steps, state = pre.unbind(), [part[place] for part in call.state]
-    before, after = [x] * len(x), [x] * len(x)
-    for time in range(len(x))[:: -1 if place % call.sides else 1]:
-        new = call.step(torch.addmm(steps[time], state[0], w_hh), *state)
-        if call.alive is not None:
-            new = [torch.where(call.alive[time], *pair) for pair in zip(new, state, strict=True)]
-        before[time], after[time], state = state[0], new[0], new
-    keys = torch.cat([x.detach(), torch.stack(before).detach()], dim=-1)
-    return _Walk(keys if call.alive is None else keys * call.alive, pre, torch.stack(after), state)
-
-
-def _walk_cast(call: _Call, x: Tensor, place: int) -> _Walk:
-    """The same under autocast."""
     w_ih, w_hh, *biases = call.weights[place]
     b_ih, b_hh = biases or (None, None)
     pre = _watched(linear(x, w_ih, b_ih))
-    steps, state = pre.unbind(), [part[place] for part in call.state]
+    steps = pre.unbind()
+    state = [part[place] for part in call.state]
     before, after, of_hidden = [x] * len(x), [x] * len(x), [x] * len(x)
     for time in range(len(x))[:: -1 if place % call.sides else 1]:
         of_hidden[time] = _watched(linear(state[0], w_hh, b_hh))
-        new = call.step_cast(steps[time], of_hidden[time], *state)
+        new = call.step(steps[time], of_hidden[time], *state)
         if call.alive is not None:
             new = [torch.where(call.alive[time], *pair) for pair in zip(new, state, strict=True)]
-        before[time], after[time], state = state[0], new[0], new
+        before[time] = state[0]
+        after[time] = new[0]
+        state = new
     keys = torch.cat([x.detach(), torch.stack(before).detach()], dim=-1).to(w_ih.dtype)
+    if call.alive is not None:
+        keys = keys * call.alive
     is_gru = isinstance(call.module, nn.GRU | nn.GRUCell)
-    return _Walk(
-        keys if call.alive is None else keys * call.alive,
-        pre,
-        torch.stack(after),
-        state,
-        of_hidden if is_gru else None,
-    )
+    return _Walk(keys, pre, torch.stack(after), state, of_hidden if is_gru else [])
 
 
 def _watched(tensor: Tensor) -> Tensor:
@@ -274,13 +234,14 @@ def _watched(tensor: Tensor) -> Tensor:
 def _errors(call: _Call, walks: list[_Walk], output: Tensor, errors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """(time, rows, d_error) for each walk."""
     ends = [torch.stack(parts) for parts in zip(*(walk.state for walk in walks), strict=True)]
-    values, grads = (ends if isinstance(call.module, nn.RNNCellBase) else [output, *ends]), list[Tensor]()
+    values = ends if isinstance(call.module, nn.RNNCellBase) else [output, *ends]
+    grads: list[Tensor] = []
     for value, error in zip(values, errors, strict=True):
         laid_out = call.sequence if value is output else call.stacked
         grads.append(torch.zeros_like(value) if error is None else laid_out(error).to(value.dtype))
-    wanted = [tensor for walk in walks for tensor in (walk.pre, *(walk.of_hidden or ()))]
+    wanted = [tensor for walk in walks for tensor in (walk.pre, *walk.of_hidden)]
     found = iter(torch.autograd.grad(values, wanted, grads))
-    return [_of_gates(next(found), [next(found) for _ in walk.of_hidden or ()]) for walk in walks]
+    return [_of_gates(next(found), [next(found) for _ in walk.of_hidden]) for walk in walks]
 
 
 def _of_gates(of_input: Tensor, of_hidden: list[Tensor]) -> Tensor:

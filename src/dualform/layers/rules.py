@@ -41,7 +41,7 @@ class Rule:
     what it returned, what `begin` gave) → where its slots come from."""
     begin: Callable[[nn.Module], Any] | None = None
     """Called before the forward pass, if there is something to remember."""
-    refusal: Callable[[nn.Module], str | None] = lambda module: None
+    why_left_out: Callable[[nn.Module], str | None] = lambda module: None
     """Why a module of this type cannot be recorded, or None."""
 
     def slot_source(self, module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
@@ -113,7 +113,7 @@ def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors)
     return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
 
 
-def _embedding_refusal(module: nn.Module) -> str | None:
+def _why_embedding_is_left_out(module: nn.Module) -> str | None:
     assert isinstance(module, nn.Embedding)
     if module.sparse:
         return "its gradient is sparse (sparse=True): the optimizers that take those are no linear recursion"
@@ -333,10 +333,10 @@ def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begu
 
 _CONVOLUTION = Rule(_convolution, _save_input, _convolution_slots)
 _AFFINE = Rule(_affine, _save_for_affine, _affine_slots)
-_RECURRENT = Rule(_recurrent, replay=_replay_recurrent, begin=_begin_recurrent, refusal=recurrent.refusal)
+_RECURRENT = Rule(_recurrent, replay=_replay_recurrent, begin=_begin_recurrent, why_left_out=recurrent.why_left_out)
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(_linear, _save_input, _input_and_error),
-    nn.Embedding: Rule(_embedding, _save_input, _embedding_slots, refusal=_embedding_refusal),
+    nn.Embedding: Rule(_embedding, _save_input, _embedding_slots, why_left_out=_why_embedding_is_left_out),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,
@@ -375,7 +375,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return [module.out_proj] if isinstance(module, nn.MultiheadAttention) else []
 
 
-def refusal(module: nn.Module) -> str | None:
+def why_left_out(module: nn.Module) -> str | None:
     """Why a module that has a rule cannot be recorded all the same, or None."""
     if parametrize.is_parametrized(module):
         return "its weight is parametrised: the trained parameter is another one"
@@ -393,11 +393,11 @@ def refusal(module: nn.Module) -> str | None:
         if isinstance(module, kind) and type(module).forward is not kind.forward:
             return f"its type {type(module).__name__} has a forward of its own"
     for inner in parts_of(module):
-        reason = refusal(inner)
+        reason = why_left_out(inner)
         if reason is not None:
             return f"of its {type(inner).__name__}: {reason}"
     rule = rule_for(module)
-    return rule.refusal(module) if rule is not None else None
+    return rule.why_left_out(module) if rule is not None else None
 
 
 def queries_of(layer: Layer, keys: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch  # before the library, which finds PyTorch's threads when it is loaded
 from torch import Tensor
 
@@ -17,8 +16,7 @@ from dualform.native.compile import library
 
 COUNT, NUMBER, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
-    "slots": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
-    "zero_rows": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 2, COUNT),
+    "halves": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT], None),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
@@ -46,9 +44,3 @@ def kernels() -> Any:
 def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a loop can walk over it: numbers of this type, one after the other, in the processor's memory."""
     return tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-
-
-def address(array: np.ndarray[Any, Any]) -> int:
-    """Where an array begins in memory."""
-    found: int = array.__array_interface__["data"][0]
-    return found

@@ -101,7 +101,7 @@ def record(
         raise RecordingError(
             f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
         )
-    refuse_wrapped(model)
+    refuse_model(model)
     outer = model
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     several = optimizers.listed(optimizer)
@@ -197,7 +197,7 @@ def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[
     return axes
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_model(model: nn.Module) -> None:
     """Refuse models that run as something else than themselves."""
     wrapped = [m for m in model.modules() if isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel))]
     if wrapped:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.layers.rules import parts_of, refusal, rule_for
+from dualform.layers.rules import parts_of, rule_for, why_left_out
 from dualform.layers.streams import Layer
 from dualform.store import format as store
 
@@ -59,7 +59,7 @@ def choose(
             used.update(excluding)
             left_out[name] = reasons.get(excluding[0], EXCLUDED)
             continue
-        reason = refusal(module)
+        reason = why_left_out(module)
         if reason is not None:
             left_out[name] = reason
             continue

@@ -8,10 +8,9 @@ from torch import Tensor
 from dualform.curvature.loss_mean import RECORDED_MEAN, calls_of_blocks, divisors
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Sums
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store.encoding import decode
-from dualform.store.records import Block, Step
+from dualform.store.records import Step, keys_of_blocks
 
 EVERY = 8
 """One step in so many counts: for each, it costs about as much as the step itself."""
@@ -43,7 +42,8 @@ class OnlineCurvature:
             layer = layers[block.layer]
             sums = self._sums.setdefault(block.layer, [Sums(linear_map) for linear_map in linear_maps(layer)])
             dtype = torch.float64 if block.errors.data.dtype == torch.float64 else torch.float32
-            keys, errors = _keys(block, layer, dtype), decode(block.errors.data, block.errors.exponents, dtype)
+            keys = keys_of_blocks(layer, [block], dtype)
+            errors = decode(block.errors.data, block.errors.exponents, dtype)
             divisor = torch.full((len(errors),), divided_by, dtype=dtype)
             written = None if block.silent is None else torch.from_numpy(~block.silent)
             for one in sums:
@@ -66,12 +66,3 @@ class OnlineCurvature:
         """A snapshot has them: from now on, another stretch is counted."""
         self._sums = {}
         self._is_whole = True
-
-
-def _keys(block: Block, layer: Layer, dtype: torch.dtype) -> Keys:
-    if layer.form == "numbers":
-        return Numbers(block.keys.data, layer.d_in, dtype)
-    decoded = decode(block.keys.data, block.keys.exponents, dtype)
-    if layer.geometry is None:
-        return Vectors(decoded)
-    return Maps(decoded.reshape(-1, layer.geometry.channels, *block.shape[1:]), layer.geometry)

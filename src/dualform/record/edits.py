@@ -86,12 +86,8 @@ class OptimizerWatch:
         """The recorded parameters of each group, …"""
         self.recorded: list[RecordedParameter] = []
         """… and of all groups."""
-        self._all_states: list[Any] = []
-        self._states: list[dict[str, Any]] = []
         self._state_tensors: list[_StateTensor] = []
         """The optimizer's tensors after its last update."""
-        self._read: list[tuple[Numbers, list[Numbers]]] = []
-        self._settings: list[Numbers] = []
         self._gradient_edits: list[RecordedParameter] = []
         """The parameters whose gradients were changed between the audit and the last update."""
 
@@ -113,9 +109,6 @@ class OptimizerWatch:
         self.recorded = [parameter for _, of_group in self.parts for parameter in of_group]
         self.others = [one for one in listed if id(one) not in self._recorded]
         self._state_tensors = [one for one in self._state_tensors if one.parameter in self.recorded]
-        self._all_states = []
-        self._states = []
-        self._read = []
         self._count = len(self._recorded)
         self._groups = list(groups)
         self._listed = listed
@@ -123,30 +116,19 @@ class OptimizerWatch:
 
     def states(self) -> list[dict[str, Any]]:
         """The optimizer's state of each recorded parameter."""
-        now = list(self._optimizer.state.values())
-        # To look a parameter up takes a function in Python: not at every step
-        if len(self._states) != len(self.recorded) or not _are_same(now, self._all_states):
-            # In this order: an exception in between must not make the old states pass for the new ones
-            self._states = [self._optimizer.state.get(parameter.tensor, {}) for parameter in self.recorded]
-            self._all_states = now
-        return self._states
+        return [self._optimizer.state.get(parameter.tensor, {}) for parameter in self.recorded]
 
     def settings(self) -> list[Numbers]:
         """The numbers by which the coming update is made, of each recorded parameter."""
         states = self.states()
         if self._replay is None:
             return [{} for _ in states]
-        read = []
-        first = 0
+        settings: list[Numbers] = []
         for group, recorded in self.parts:
-            read.append(self._replay.read(group, states[first : first + len(recorded)]))
-            first += len(recorded)
-        # Most of the time they are those of the update before
-        if read != self._read:
-            # In this order: an exception in between must not make the old settings pass for the new ones
-            self._settings = [{**shared, **own} for shared, owns in read for own in owns]
-            self._read = read
-        return self._settings
+            first = len(settings)
+            shared, owns = self._replay.read(group, states[first : first + len(recorded)])
+            settings += [{**shared, **own} for own in owns]
+        return settings
 
     def parameters(self) -> Iterator[WatchedParameter]:
         """Its recorded parameters, with its state of them."""

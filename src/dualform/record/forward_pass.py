@@ -146,15 +146,6 @@ class RowFinder:
             return Layout(lead, None)
         raise _unclear(layer, lead, rows, decision)
 
-    def is_first_axis(self, layer: str, forward: ForwardPass | None) -> bool:
-        """Whether every call of a layer holds the rows along the first axis of its input, one vector for each."""
-        if forward is None or self._axes.axes:
-            return False
-        decisions = forward.proof.decisions.get(layer)
-        if decisions is None:
-            return not forward.proof.decisions
-        return len(decisions) == 1 and decisions[0].where == FIRST
-
     def _decide(
         self, layer: str, forward: ForwardPass | None, call: int | None, rows: int, lead: Lead, axis: int | None
     ) -> Decision:

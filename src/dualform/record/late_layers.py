@@ -50,14 +50,14 @@ class LateLayers:
             if not any(id(tensor) in optimized for tensor in one.parameters.values()):
                 continue
             self._waiting.remove(one)
-            refusal = self._refusal(one, with_totals)
-            if refusal is not None:
-                warnings.warn(f"not recorded: {one.name!r}: it {refusal}", stacklevel=4)
+            why_left_out = self._why_left_out(one, with_totals)
+            if why_left_out is not None:
+                warnings.warn(f"not recorded: {one.name!r}: it {why_left_out}", stacklevel=4)
             else:
                 entered.append(self._enter(one))
         return entered
 
-    def _refusal(self, one: Chosen, with_totals: bool) -> str | None:
+    def _why_left_out(self, one: Chosen, with_totals: bool) -> str | None:
         if any(parameter.changed() for parameter in self._parameters[one.name]):
             return TOO_LATE
         return "entered an optimizer too late for totals" if with_totals else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.layers.keys import Keys, Maps, Numbers, in_groups, part
+from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
 from dualform.projection import SLACK, Projected, Projection, wide_enough
 from dualform.record import audit
@@ -39,17 +39,6 @@ class PassShare(audit.Share):
     """Whether terms or partial sums were rounded elsewhere than here: in a fused kernel of the training."""
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
-
-    def add(self, added: Projected, scale: float) -> None:
-        """Some slots say that this was added, with a bound on the sum of its absolute terms."""
-        self.added = self.added + added if self.added.flags.writeable else added
-        self.scale += scale
-
-    def room(self) -> Projected:
-        """`added`, to be added to in place."""
-        if not self.added.flags.writeable:
-            self.added = self.added.copy()
-        return self.added
 
 
 def mark_of(parameter: Tensor) -> tuple[int, int]:
@@ -82,16 +71,6 @@ def norm_of_rows(norms: Tensor, rows: Tensor) -> float:
     return norm if SMALL < norm < LARGE else norm_of_tensor(rows)
 
 
-def size_of_keys(keys: Keys) -> float:
-    """The norm of keys, or a bound on it."""
-    if isinstance(keys, Numbers):
-        return math.sqrt(len(keys))
-    if isinstance(keys, Maps):
-        # A pixel is part of as many patches as the kernel has places, at most
-        return math.sqrt(math.prod(keys.geometry.kernel)) * norm_of_tensor(keys.maps)
-    return norm_of_tensor(keys.vectors())
-
-
 class RecordedParameter:
     """One parameter: the backward passes since its last update, and what it looked like after that.
 
@@ -108,8 +87,6 @@ class RecordedParameter:
         self.random, self.columns = projection.random, projection.columns
         rows, inputs = projection.rows, projection.random.shape[0]
         self.rows, self.roundoff = rows, roundoff(parameter)
-        self._nothing = np.zeros(rows * self.columns)
-        self._nothing.flags.writeable = False
         self.shares: list[PassShare] = []
         # Between steps, a part of its rows is looked at, of a vector all of them
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
@@ -195,7 +172,7 @@ class RecordedParameter:
             self._new_share(self.project(gradient), task)
 
     def _new_share(self, before: Projected | None, task: int) -> PassShare:
-        share = PassShare(before, self._nothing, 0.0, task=task)
+        share = PassShare(before, np.zeros(self.rows * self.columns), 0.0, task=task)
         self.shares.append(share)
         return share
 
@@ -226,39 +203,37 @@ class RecordedParameter:
             share.coarse += share.common
         return torch.finfo(share.coarse_dtype).eps / 2
 
-    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_terms: float, key_terms: float = 0.0) -> None:
+    def add(self, task: int, use: Use, keys: Keys, errors: Tensor, error_size: float, key_size: float) -> None:
         """Add what some slots say was added to the gradient, with a bound on the sum of its absolute terms.
 
-        error_terms, key_terms: bounds on the norms of the absolute terms of error signals and keys (key_terms 0: their own norm). By
+        error_size, key_size: bounds on the norms of error signals and keys, or of their own absolute terms if they are sums. By
         Cauchy-Schwarz, the absolute terms of Σ error ⊗ key sum to at most their product.
         """
         share = self.share(task)
-        own = share.room().reshape(self.rows, self.columns)
+        own = share.added.reshape(self.rows, self.columns)
         if use.rows:
             low, high = use.rows
             own = own[low:high]
         used = part(errors, use.errors)
         root_of_count = math.sqrt(len(errors))
         if use.role == "bias":
-            own += used.sum(0).cpu().numpy()[:, None]
-            share.scale += error_terms * root_of_count  # each key is 1
+            added = used.sum(0).unsqueeze(1)
+            share.scale += error_size * root_of_count  # each key is 1
         elif use.role == "scale":
             # Here a key is the product of both already, and what is summed
-            parts = keys.vectors()
-            own += parts.sum(0).cpu().numpy()[:, None]
-            share.scale += max(norm_of_tensor(parts), key_terms) * root_of_count
+            added = keys.vectors().sum(0).unsqueeze(1)
+            share.scale += key_size * root_of_count
         elif use.role == "weight":
             projected = keys.project(self.random_like(errors), use.keys, use.groups)
             if use.groups == 1:
-                own += (projected.T @ used).T.cpu().numpy()
+                added = (projected.T @ used).T
             else:
                 apart = in_groups(used, use.groups)
-                own += torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape).cpu().numpy()
+                added = torch.einsum("ngo,ngk->gok", apart, projected).reshape(own.shape)
             # A few keys may nearly cancel in R: then their rounding is larger than what is seen of them
-            size = max(norm_of(projected.cpu().numpy().ravel()), size_of_keys(keys))
-            share.scale += error_terms * size
+            share.scale += error_size * max(norm_of_tensor(projected), key_size)
         else:
             projected = used @ self.random_like(errors)
-            own += keys.outer(projected).T.cpu().numpy()
-            size = max(norm_of(projected.cpu().numpy().ravel()), error_terms)
-            share.scale += size * size_of_keys(keys)
+            added = keys.outer(projected).T
+            share.scale += max(norm_of_tensor(projected), error_size) * key_size
+        own += added.cpu().numpy()

@@ -23,14 +23,13 @@ from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass, RowFinder
 from dualform.record.parameters import RecordedParameter
 from dualform.record.recorded import Arrival, CallSlots, RecordedLayer, RecordedModule, StoreAs, Visit
-from dualform.record.slot_loop import SlotLoop
 from dualform.store.encoding import encode_all
 
 ARRIVED = 32 << 20
 """So many bytes of error signals are held before they are looked at, even if the backward pass has not ended."""
 IGNORED_HOOKS = (
-    "Code that torch.compile made before record() ignores new hooks, also if it was made for another model of the same class. "
-    "Call record() before the first call of the compiled model, or torch.compiler.reset() right before record()"
+    "Code that torch.compile made for another model of the same class, after record(), ignores the hooks of this one. Call "
+    "torch.compiler.reset() before the recorded model is called"
 )
 
 
@@ -82,7 +81,7 @@ class PendingPasses:
         """The last backward pass that was seen."""
         self._running: dict[int, Pass] = {}
         """Those that are under way."""
-        self._arrived_bytes, self._loop = 0, SlotLoop(store_as.dtype, store_as.pool)
+        self._arrived_bytes = 0
 
     def enter(
         self, name: str, module: nn.Module, layers: list[Layer], named: dict[str, nn.Parameter]
@@ -271,16 +270,10 @@ class PendingPasses:
     @torch.no_grad()
     def _settle(self, task: int, arrived: Sequence[Arrival]) -> None:
         """Find the slots of some visits, and copy them."""
-        calls = [call for arrival in arrived for call in self._read(arrival, task)]
-        self._loop.take([call.loop for call in calls if call.loop is not None])
         to_copy = []
-        for call in calls:
-            if call.loop is not None and call.loop.taken:
-                call.layer.add_from_loop(task, call)
-            else:
+        for arrival in arrived:
+            for call in self._read(arrival, task):
                 to_copy += call.layer.add(task, call)
-        if not to_copy:
-            return
         copied = encode_all([vectors for _, _, vectors in to_copy], self.store_as.dtype, self.store_as.pool)
         for (block, field_name, _), vectors in zip(to_copy, copied, strict=True):
             setattr(block, field_name, vectors)

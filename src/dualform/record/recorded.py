@@ -14,24 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import DualformError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.layers.keys import Keys, Maps, Numbers, Vectors, keys_of
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
-from dualform.layers.streams import Layer, Use
-from dualform.native.kernels import is_plain
+from dualform.layers.streams import Layer
 from dualform.projection import wide_enough
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass
-from dualform.record.parameters import RecordedParameter, norm_of_rows
-from dualform.record.silent import silent_slots
-from dualform.record.slot_loop import LoopPlan, Slots
+from dualform.record.parameters import RecordedParameter, norm_of_rows, norm_of_tensor
 from dualform.store.encoding import Encoded, EncodeRequest, encode_numbers
 from dualform.store.memory import Pool
-from dualform.store.records import Block
+from dualform.store.records import Block, Bools
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""
-HALVES = (torch.float16, torch.bfloat16)
+COARSE_TYPES = (torch.float16, torch.bfloat16)
+"""The types of autocast."""
 NOTHING = Encoded(torch.empty(0, 0), None)
 """Vectors that are yet to be copied."""
 
@@ -116,19 +114,11 @@ class CallSlots:
     """How many slots there are of each row."""
     shape: tuple[int, ...] = ()
     """Of feature maps: how many there are of each row, and their size."""
-    loop: Slots | None = None
-    """The same for the native loop, if it may take them."""
 
     def decoded_keys(self) -> Keys:
         """The keys as what they stand for."""
-        layer = self.layer.layer
-        if layer.geometry is not None:
-            maps = self.keys.reshape(-1, layer.geometry.channels, *self.shape[1:])
-            return Maps(maps, layer.geometry)
-        if layer.form == "numbers":
-            assert self.errors is not None
-            return Numbers(self.keys, layer.d_in, self.errors.dtype)
-        return Vectors(self.keys)
+        assert self.errors is not None
+        return keys_of(self.layer.layer, self.keys, self.shape[1:], self.errors.dtype)
 
 
 class RecordedLayer:
@@ -144,14 +134,6 @@ class RecordedLayer:
         """The last ones that earlier steps have stored."""
         self._keys_may_repeat = layer.form == "vectors" and layer.kind == "linear"
         self._key_name, self._error_name = f"{layer.name}.key", f"{layer.name}.error"
-        weight = self.uses[0][1]
-        ordinary = [Use(use.parameter, role) for use, role in zip(layer.uses, ("weight", "bias"), strict=False)]
-        like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
-        self.plan: LoopPlan | None = None
-        """How its slots are taken by the compiled loop, if they can be."""
-        if like_linear and is_plain(weight.random.T) and weight.random.numel():
-            bias = self.uses[1][1] if len(self.uses) > 1 else None
-            self.plan = LoopPlan(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
 
     def read(self, task: int, arrival: Arrival, found: LayerSlots, layout: Layout) -> CallSlots:
         """What has arrived at one call, a row for each slot."""
@@ -159,7 +141,7 @@ class RecordedLayer:
         if found.errors is None:
             return CallSlots(self, arrival, layout, layout.slots(keys), None, positions=layout.positions)
         errors = found.errors.detach()
-        if errors.dtype in HALVES:
+        if errors.dtype in COARSE_TYPES:
             self._note_autocast(task, found)
             own_type = wide_enough(self.uses[0][1].tensor.dtype)
             if keys.is_floating_point():
@@ -177,9 +159,7 @@ class RecordedLayer:
             return call
         call.positions = layout.positions
         call.keys = layout.slots(keys)
-        call.errors = errors = layout.slots(errors)
-        if self.plan is not None:
-            call.loop = Slots(call.keys, errors, self.plan, self.may_repeat(arrival.visit))
+        call.errors = layout.slots(errors)
         return call
 
     def _note_autocast(self, task: int, found: LayerSlots) -> None:
@@ -202,45 +182,32 @@ class RecordedLayer:
             for _, parameter in self.uses:
                 parameter.share(task).audited = False
             return self._keys_to_copy(call, slots.keys)
-        norms = torch.linalg.vector_norm(errors, dim=1)
-        call.silent = silent_slots(errors)
+        error_norms = torch.linalg.vector_norm(errors, dim=1)
+        call.silent = silent_slots(errors, error_norms)
         if call.silent is not None and self.layer.form == "parts":
             # A normalisation sums the error signals of several positions: they may cancel while the weight's part does not
             call.silent &= ~slots.keys.any(1).cpu().numpy()
-        size_of_errors = max(norm_of_rows(norms, errors), slots.error_terms)
         keys = slots.decoded_keys()
+        key_norms = torch.linalg.vector_norm(slots.keys, dim=1) if isinstance(keys, Vectors) else None
+        error_size = max(norm_of_rows(error_norms, errors), slots.error_terms)
+        key_size = max(_size_of_keys(keys, key_norms), slots.key_terms)
         for use, parameter in self.uses:
             if parameter.tensor.requires_grad:
-                parameter.add(task, use, keys, errors, size_of_errors, slots.key_terms)
-        to_copy = self._keys_to_copy(call, slots.keys)
+                parameter.add(task, use, keys, errors, error_size, key_size)
+        to_copy = self._keys_to_copy(call, slots.keys, key_norms)
         if self._store_as.keeps_errors and self.layer.outputs:
             to_copy.append((call, "errors", EncodeRequest(errors[:, list(self.layer.outputs)], self._error_name, None)))
         elif self._store_as.keeps_errors:
-            to_copy.append((call, "errors", EncodeRequest(errors, self._error_name, norms)))
+            to_copy.append((call, "errors", EncodeRequest(errors, self._error_name, error_norms)))
         return to_copy
 
-    def _keys_to_copy(self, call: Call, keys: Tensor) -> list[tuple[Call, str, EncodeRequest]]:
+    def _keys_to_copy(
+        self, call: Call, keys: Tensor, norms: Tensor | None = None
+    ) -> list[tuple[Call, str, EncodeRequest]]:
         if self.layer.form == "numbers":
             call.keys = encode_numbers(keys)
             return []
-        return [(call, "keys", EncodeRequest(keys, self._key_name, as_they_are=True))]
-
-    def add_from_loop(self, task: int, slots: CallSlots) -> None:
-        """The same for slots that the native loop has copied, of something like nn.Linear: its weight, and its bias if it has one."""
-        taken = slots.loop
-        assert taken is not None
-        assert taken.key_copy is not None
-        call = self._new_call(task, slots)
-        call.keys = taken.key_copy
-        call.errors = taken.error_copy
-        call.silent = taken.silent
-        for parameter, added, scale in taken.added(slots.error_terms):
-            if parameter.tensor.requires_grad:
-                parameter.share(task).add(added, scale)
-
-    def may_repeat(self, visit: Visit) -> bool:
-        """Whether keys of a visit may come again."""
-        return self._keys_may_repeat and visit.is_data
+        return [(call, "keys", EncodeRequest(keys, self._key_name, norms, as_they_are=True))]
 
     def _new_call(self, task: int, slots: CallSlots) -> Call:
         visit = slots.arrival.visit
@@ -254,7 +221,7 @@ class RecordedLayer:
             positions=slots.positions,
             keys=NOTHING,
             errors=None,
-            may_repeat=self.may_repeat(visit),
+            may_repeat=self._keys_may_repeat and visit.is_data,
             shape=slots.shape,
             arrival=slots.arrival.number,
             serial=visit.serial,
@@ -303,3 +270,27 @@ class RecordedModule:
                 if share.counted and share.task == task:
                     return True
         return False
+
+
+def silent_slots(errors: Tensor, norms: Tensor) -> Bools | None:
+    """Return which error signals (n, d_out) are exactly zero, so that their slots wrote nothing (padding, ignored labels): (n,), or None if none is.
+
+    norms: theirs, (n,).
+    """
+    silent: Bools = norms.cpu().numpy() == 0
+    if not silent.any():
+        return None
+    # The norm of a vector of tiny numbers is zero, too: their squares vanish
+    silent[silent] = ~errors[torch.from_numpy(silent)].any(1).cpu().numpy()
+    return silent if silent.any() else None
+
+
+def _size_of_keys(keys: Keys, norms: Tensor | None) -> float:
+    """The norm of keys, or a bound on it. norms: of each of them, if they are vectors."""
+    if isinstance(keys, Numbers):
+        return math.sqrt(len(keys))
+    if isinstance(keys, Maps):
+        # A pixel is part of as many patches as the kernel has places, at most
+        return math.sqrt(math.prod(keys.geometry.kernel)) * norm_of_tensor(keys.maps)
+    assert norms is not None
+    return norm_of_rows(norms, keys.vectors())

@@ -1,11 +1,6 @@
-"""One recording, from the optimizers' hooks to the writer: what happens behind the methods of a recorder.
+"""One recording: what happens behind the methods of a recorder, and how a recording ends.
 
-An exception may come between any two lines (Ctrl-C), and the store must then end with the last finished step:
-
-- A step is finished by a single assignment (`_progress`), after the optimizer has returned. An update before that is kept apart
-  (`_update`); the next call finishes or drops it (`_recover`).
-- What happens to a finished step afterwards (totals, curvature, the writer) can be done again without being counted twice.
-- So whoever closes the recording does again what an exception has interrupted.
+Whoever closes a recording does again what an exception has interrupted: see `progress.py`.
 """
 
 from __future__ import annotations
@@ -15,44 +10,30 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingError, WriterError
 from dualform.record.choose import Chosen
 from dualform.record.columns import read_batch
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import FinishedSteps
-from dualform.record.hooks import Capture
-from dualform.record.interrupts import INTERRUPTS, is_running
+from dualform.record.hooks import COMPILER, Capture
+from dualform.record.interrupts import INTERRUPTS
 from dualform.record.late_layers import LateLayers
 from dualform.record.passes import PendingPasses
-from dualform.record.steps import OpenStep, StepBuilder, Update
+from dualform.record.progress import StepProgress
+from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals
-from dualform.store import records
 from dualform.store.writer import Writer
 
 DROPPED = "its recorder was dropped without being closed"
 UNFINISHED = "the weights are not stored: the last optimizer.step() did not return"
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """What is recorded for sure. Replaced as a whole, so that an exception finds the one before or the one after."""
-
-    finished: int
-    """How many steps are finished."""
-    next_row: int
-    open: OpenStep | None = None
-    """The last of them, until it is handed over: log() may add to it, and other optimizers may."""
-    early_log: dict[str, float] = field(default_factory=dict)
-    """What log() was given for the next one."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +66,13 @@ class Recording:
         self._model, self._optimizers, self._settings = model, optimizers, settings
         self._writer, self._passes, self._steps = writer, passes, steps
         self._batches = 0
-        self._progress = _Progress(writer.manifest.end_step, steps.first_row)
-        self._update: Update | None = None
-        """The update that an optimizer is making."""
-        self._unfinished: Update | None = None
-        """The last update that an optimizer has begun and not finished, if no other was finished since."""
         self._is_detached = False
         self.is_closed = False
         self._late = LateLayers(waiting, optimizers, passes, writer)
         steps.watch.remember()
         self._finished = FinishedSteps(model, writer, passes, steps, totals, curvature, settings.chunk_bytes)
+        self._progress = StepProgress(passes, steps, self._finished, writer.manifest.end_step)
         self._capture = Capture(model, outer, self._passes, before_forward=self._adopt if self._late else None)
-        self._handles: list[RemovableHandle] = []
         try:
             self._attach()
         except BaseException:
@@ -106,9 +82,10 @@ class Recording:
     def _attach(self) -> None:
         for module in self._passes.modules:
             self._capture.add(module)
-        for number, optimizer in enumerate(self._optimizers):
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step(number)))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step(number)))
+        if COMPILER in sys.modules:
+            # What was compiled before, for this model or another one of its class, would ignore the new hooks
+            torch.compiler.reset()
+        self._progress.attach(self._optimizers, self._is_recording, self._guarded)
 
     @property
     def finished(self) -> int:
@@ -121,7 +98,7 @@ class Recording:
         """Name the rows of the next forward pass."""
         if not self._is_recording():
             return
-        self._recover()
+        self._progress.recover()
         finished = self._finished
         batch = read_batch(self._batches, dict(columns), finished.columns)
         self._batches += 1
@@ -136,13 +113,9 @@ class Recording:
         """Keep numbers beside the last step, or beside the coming one if its backward pass has begun."""
         if not self._is_recording():
             return
-        self._recover()
+        self._progress.recover()
         numbers = {n: v.item() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
-        last = self._progress.open
-        if last is None or self._passes.pending:
-            self._progress.early_log.update(numbers)
-        else:
-            last.record.log.update(numbers)
+        self._progress.log(numbers)
 
     def seal(self) -> int:
         """Seal everything so far with a snapshot and wait for the disk; gives the number of steps."""
@@ -151,14 +124,14 @@ class Recording:
         return self.finished
 
     def _seal_now(self) -> None:
-        self._recover()
-        self._hand_over()
-        if self._unfinished is not None and self._has_moved():
+        self._progress.recover()
+        self._progress.hand_over()
+        if self._progress.is_interrupted and self._progress.has_moved():
             raise RecordingError(
                 f"seal(): the last optimizer.step() did not return, so the weights are not those of step {self.finished}. Close the "
                 f"recorder, load a checkpoint of model and optimizer, and go on with record(…, resume=n)."
             )
-        self._put_snapshot()
+        self._progress.put_snapshot()
         self._writer.wait()
         self._finished.is_checkpointed = self._finished.keeps_only_totals
 
@@ -226,19 +199,18 @@ class Recording:
 
     def _put_everything(self, ended: str, warned: list[str]) -> str:
         """Hand over all that is finished, and the weights of now, if they are those of the last step; gives how it ended."""
-        self._recover()
-        if self._update is not None:  # closed within optimizer.step()
-            self._forget_update(self._update)
+        self._progress.recover()
+        self._progress.forget_update()  # closed within optimizer.step()
         self._hand_over_at_the_end()
         is_by_user = ended == "closed"
         if self._finished.has_given_up_totals:
             ended = f"{ended}; totals are not kept"
         changes = self._steps.watch.edits()
-        if self._unfinished is not None and (changes or self._unfinished.has_moved_others()):
-            self._put_totals()
+        if self._progress.is_interrupted and (changes or self._progress.has_moved_others()):
+            self._progress.put_totals()
             return f"{ended}; {UNFINISHED}"
         if changes:
-            self._put_totals()
+            self._progress.put_totals()
             names = ", ".join(sorted(changes))
             if is_by_user:  # else an error is on its way that says so
                 warned.append(
@@ -247,18 +219,18 @@ class Recording:
                 )
             return f"{ended}; {names} changed after the last step"
         if is_by_user or not self._finished.is_checkpointed:
-            self._put_snapshot()
+            self._progress.put_snapshot()
         return ended
 
     def _hand_over_at_the_end(self) -> None:
         try:
-            self._hand_over()
+            self._progress.hand_over()
             self._finished.fold()
         except WriterError:
             raise
         except Exception as error:
             self._finished.put_without_extras(error)
-            self._hand_over()
+            self._progress.hand_over()
 
     def _never_called(self, warned: list[str]) -> dict[str, str]:
         """Layers that had no part in the training: named once, at the end."""
@@ -280,9 +252,8 @@ class Recording:
     def _detach(self) -> None:
         self._is_detached = True
         self._finished.is_closing = True
+        self._progress.detach()
         self._capture.remove()
-        for handle in self._handles:
-            handle.remove()
 
     def _abandon(self) -> None:
         self._detach()
@@ -325,129 +296,6 @@ class Recording:
         if self._settings.on_write_error == "raise":
             raise error
         warned.append(f"recording has stopped, the training goes on: {error}")
-
-    # One step: the optimizer's hooks
-
-    def _before_step(self, number: int) -> Callable[..., Any]:
-        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._is_recording():
-                return None
-            self._recover()
-            if float(getattr(optimizer, "found_inf", None) or 0.0):  # a scaler's fused optimizer will skip this step
-                return None
-            within = sys._getframe(1)  # optimizer.step()
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-            if closure is None:
-                self._guarded(self._begin_update, number, within)
-                return None
-
-            def recorded() -> Any:
-                self._finish_update()  # some optimizers call the closure again after they have changed the weights
-                loss = closure()
-                if not self._is_detached:
-                    self._guarded(self._begin_update, number, within)
-                return loss
-
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": recorded}
-            return (args[0], recorded, *args[2:]), kwargs
-
-        return hook
-
-    def _after_step(self, number: int) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            update = self._update
-            if update is not None:
-                update.has_returned = True
-            if self._is_detached:
-                return
-            if update is None:
-                self._steps.watch[number].remember()  # the step was skipped
-            else:
-                self._finish_update()
-
-        return hook
-
-    def _begin_update(self, number: int, within: FrameType) -> None:
-        """An optimizer is about to update its parameters: write it down as part of a step. within: the call of optimizer.step().
-
-        A step holds one update of each optimizer; it stays open, for log(), until an optimizer steps again.
-        """
-        if self._update is not None:
-            raise RecordingError(
-                "optimizer.step() was called within optimizer.step() of another recorded optimizer. Record one of them only."
-            )
-        self._passes.settle_early()
-        last = self._progress.open
-        if last is not None and number in last.updated_by:
-            self._hand_over()
-            if self._finished.is_snapshot_due and not self._has_moved():
-                self._put_snapshot()
-            last = None
-        step = OpenStep(records.Step(self.finished), self._progress.next_row) if last is None else last.copy()
-        update = self._steps.prepare(number, step, within)
-        self._update = update  # from here on, the weights may change
-        INTERRUPTS.hold((self, "update"), within)
-        self._steps.consume(update)
-        self._passes.pending = False
-
-    def _finish_update(self) -> None:
-        """The optimizer has changed the weights: look at them. Then the update counts, and with it the step."""
-        update = self._update
-        if update is None:
-            return
-        step, before = update.step, self._progress
-        if before.open is not step:  # else an exception came right after it was counted
-            self._steps.remember_after(update)
-            early_log = before.early_log
-            if step.record.number == before.finished:
-                step.record.log.update(early_log)
-                early_log = {}
-            self._progress = _Progress(step.record.number + 1, step.next_row, step, early_log)
-        self._unfinished = self._update = None
-        INTERRUPTS.release((self, "update"))
-
-    def _recover(self) -> None:
-        """If an exception has ended optimizer.step(): finish its update if the weights were changed, else forget it."""
-        update = self._update
-        if update is None:
-            return
-        if update.has_returned:
-            self._finish_update()
-        elif not is_running(update.within, sys._getframe()):
-            self._forget_update(update)
-
-    def _forget_update(self, update: Update) -> None:
-        """An optimizer has begun an update, and has not made it, or only a part of it."""
-        self._steps.consume(update)
-        self._unfinished = update
-        self._update = None
-        INTERRUPTS.release((self, "update"))
-
-    # Finished steps
-
-    def _hand_over(self) -> None:
-        """Have the last finished step stored."""
-        last = self._progress.open
-        if last is None:
-            return
-        self._finished.put(last.record)
-        self._steps.retire(last)
-        self._progress = replace(self._progress, open=None)
-
-    def _put_snapshot(self) -> None:
-        """Store the weights, which must be those of the last step."""
-        self._finished.put_snapshot(self.finished, self._progress.next_row)
-
-    def _put_totals(self) -> None:
-        """Store the totals without weights."""
-        self._finished.put_totals(None, self.finished, self._progress.next_row)
-
-    def _has_moved(self) -> bool:
-        """Whether the weights are no longer those that the last finished step left."""
-        if self._unfinished is not None and self._unfinished.has_moved_others():
-            return True
-        return bool(self._steps.watch.edits())
 
     def _adopt(self) -> None:
         """Before a forward pass: has add_param_group brought in a layer that was left out?"""

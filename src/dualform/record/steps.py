@@ -151,7 +151,7 @@ class StepBuilder:
         audited = self._audit(step.record, watch)
         # A loss scaler may leave the division to a fused optimizer
         scale = getattr(self.optimizers[number], "grad_scale", None)
-        self._write(update, audited, 1 / float(scale or 1.0))
+        self._write(update, watch.kind, audited, 1 / float(scale or 1.0))
         return update
 
     def consume(self, update: Update) -> None:
@@ -179,9 +179,8 @@ class StepBuilder:
             layer.consumed.extend(tasks.difference(layer.consumed))
         self._passes.rows.forget_news(step.record.row_evidence)
 
-    def _write(self, update: Update, audited: list[_Audited], unscaled: float) -> None:
+    def _write(self, update: Update, kind: str, audited: list[_Audited], unscaled: float) -> None:
         """Write down an update by any gradients. unscaled: by what the optimizer will multiply them first."""
-        kind = self.watch[update.optimizer].kind
         elementwise = kind in KINDS and KINDS[kind].elementwise
         for one in audited:
             # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from dualform.errors import RecordingError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.streams import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
@@ -19,7 +18,7 @@ from dualform.store.reader import Store
 from dualform.store.tables import row_types
 from dualform.store.writer import NewTotals
 from dualform.totals.build import KINDS
-from dualform.totals.fold import Accumulated, Piece, Rounded, Updates
+from dualform.totals.fold import Accumulated, Piece, Rounded, StretchUpdates
 from dualform.totals.groups import Numbering
 
 TotalsRequest = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
@@ -158,21 +157,13 @@ class OnlineTotals:
         dtype = torch.float64 if self._wide else torch.float32
         errors = [decode(b.errors.data, b.errors.exponents, dtype) for _, b in blocks if b.errors is not None]
         return Piece(
-            self._keys([b for _, b in blocks], layer, dtype),
+            records.keys_of_blocks(layer, [b for _, b in blocks], dtype),
             torch.cat(errors) if errors else None,
             np.repeat([n for n, _ in blocks], counts),
             np.repeat([b.backward for _, b in blocks], counts),
             [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
             _written([b for _, b in blocks]),
         )
-
-    def _keys(self, blocks: list[records.Block], layer: Layer, dtype: torch.dtype) -> Keys:
-        if layer.form == "numbers":
-            return Numbers(torch.cat([b.keys.data for b in blocks]), layer.d_in, dtype)
-        decoded = torch.cat([decode(b.keys.data, b.keys.exponents, dtype) for b in blocks])
-        if layer.geometry is None:
-            return Vectors(decoded)
-        return Maps(decoded.reshape(-1, layer.geometry.channels, *blocks[0].shape[1:]), layer.geometry)
 
     def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
         if not block.rows:
@@ -189,7 +180,7 @@ class OnlineTotals:
             )
         return codes.reshape(-1)
 
-    def _updates(self, steps: Sequence[records.Step], name: str) -> Updates | None:
+    def _updates(self, steps: Sequence[records.Step], name: str) -> StretchUpdates | None:
         number = self._parameters.index(name)
         mine = [(s.number, u, u.parameters.index(number)) for s in steps for u in s.updates if number in u.parameters]
         if not mine:
@@ -200,7 +191,7 @@ class OnlineTotals:
             factors[row, : len(some)] = some
         gradients = [gradient for _, u, at in mine if (gradient := u.gradients[at]) is not None]
         always = set[str].intersection(*map(set, settings))  # autocast may come and go
-        return Updates(
+        return StretchUpdates(
             mine[0][1].optimizer,
             np.array([n for n, _, _ in mine], dtype=np.int64),
             {key: np.array([one[key] for one in settings]) for key in sorted(always)},

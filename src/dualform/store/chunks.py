@@ -173,7 +173,7 @@ def _joined(vectors: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _follows(before: Encoded, after: Encoded) -> bool:
-    if before.slab is None or after.slab is not before.slab or after.stream != before.stream:
+    if before.slab is None or after.slab is not before.slab:
         return False
     return after.first == before.first + before.count
 
@@ -183,4 +183,4 @@ def _as_one(stretch: Sequence[Encoded]) -> Encoded:
     if len(stretch) == 1 or first.slab is None:
         return first
     count = sum([some.count for some in stretch])
-    return first.slab.vectors(first.stream, first.first, count)
+    return first.slab.part(first.first, count)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.native.halves import scaled_halves
+
 if TYPE_CHECKING:
     from dualform.store.memory import Pool, Slab
 
@@ -40,24 +42,17 @@ class Encoded:
     slab: Slab | None = None
     """The memory that `data` is a part of, if it goes back to a pool, …"""
     first: int = 0
-    """… its first row there, …"""
-    stream: int = 0
-    """… and which of the slab's streams it belongs to."""
+    """… and its first row there."""
     count: int = field(init=False)
     """How many vectors there are."""
     nbytes: int = field(init=False)
     """How many bytes are stored."""
-    places: tuple[int, int] = field(init=False)
-    """The addresses of vectors and exponents in memory; 0: there are none."""
 
     def __post_init__(self) -> None:
         self.count = self.data.size(0)
         self.nbytes = self.data.nbytes
-        exponents_at = 0
         if self.exponents is not None:
             self.nbytes += self.exponents.nbytes
-            exponents_at = self.exponents.data_ptr()
-        self.places = self.data.data_ptr(), exponents_at
 
     def scales(self, places: slice | Tensor) -> Tensor | None:
         """Return the exponents of some of the vectors."""
@@ -145,7 +140,7 @@ def encode_all(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None 
         _to_cpu_floats(request, scaled=dtype == "float16")
     targets = [_target(request, TORCH[dtype], pool) for request in requests]
     if dtype == "float16" and requests:
-        _copy_scaled(requests, targets, pool)
+        _copy_scaled(requests, targets)
         return targets
     for request, target in zip(requests, targets, strict=True):
         target.data.copy_(request.vectors)
@@ -171,7 +166,7 @@ def _target(request: EncodeRequest, dtype: torch.dtype, pool: Pool | None) -> En
     return Encoded(torch.empty(count, width, dtype=dtype), exponents)
 
 
-def _copy_scaled(requests: Sequence[EncodeRequest], targets: Sequence[Encoded], pool: Pool | None) -> None:
+def _copy_scaled(requests: Sequence[EncodeRequest], targets: Sequence[Encoded]) -> None:
     """Divide each vector by its power of two, in float16."""
     counts = [len(request.vectors) for request in requests]
     raised = _float32_exponents(requests, counts)
@@ -184,11 +179,11 @@ def _copy_scaled(requests: Sequence[EncodeRequest], targets: Sequence[Encoded], 
         end = start + counts[number]
         vectors = request.vectors
         is_unscaled = request.as_they_are and bool(np.equal(raised[start:end], UNIT).all())
-        if counts[number] and not is_unscaled:
+        if is_unscaled:
+            target.data.copy_(vectors)
+        elif not scaled_halves(vectors, scales[number], target.data):
             # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
-            buffer = None if pool is None else pool.scratch(vectors)
-            vectors = torch.mul(vectors, scales[number], out=buffer)
-        target.data.copy_(vectors)
+            target.data.copy_(vectors * scales[number])
         assert target.exponents is not None
         target.exponents.copy_(exponents[number])
         start = end

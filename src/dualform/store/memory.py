@@ -7,8 +7,6 @@ import functools
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +14,8 @@ from torch import Tensor
 from dualform.store.encoding import Encoded
 
 PAGE = 4096
-STREAMS = 8
-"""A slab of more streams is no larger than one of this many."""
 BLOCKS = 32
 """A slab holds this many blocks, if they fit."""
-SHAPES = 64
-"""This many views of the scratch memory are kept: making one takes as long as filling it."""
 
 
 class Scratch:
@@ -37,74 +31,36 @@ class Scratch:
         return self._memory[: n * m].view(n, m)
 
 
-class Stream(NamedTuple):
-    """The width and type of vectors that are stored together."""
-
-    width: int
-    dtype: torch.dtype
-
-    def allocate(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return memory for vectors, (rows, width), and for their powers of two, (rows,), where they have any."""
-        exponents = torch.empty(rows, dtype=torch.int16) if self.dtype is torch.float16 else None
-        return _page_aligned(rows, self.width, self.dtype), exponents
-
-
-@dataclass(eq=False, slots=True)
-class Part:
-    """Some rows of a slab: the vectors of each stream."""
-
-    vectors: list[Encoded]
-    note: Any = None
-    """What its user wants to find again whenever it gets this part again."""
-
-
 class Slab:
     """A stretch of memory that is filled step by step, and used again once all its parts have been given back."""
 
-    def __init__(self, rows: int, streams: tuple[Stream, ...]):
+    def __init__(self, rows: int, width: int, dtype: torch.dtype):
         self.rows = rows
-        self.streams = streams
         self.used = 0
         """How many rows are taken."""
         self.out = 0
-        """How many vectors of its parts have not been given back."""
-        self.memory = [stream.allocate(rows) for stream in streams]
-        self._parts: list[Part] = []
-        """All of it, cut once into parts as long as the first one: most batches are alike."""
-        self._length = 0
-        """How many rows these parts have."""
+        """How many of its parts have not been given back."""
+        self.vectors = _page_aligned(rows, width, dtype)
+        """(rows, width), …"""
+        self.exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
+        """… and their powers of two, (rows,), where they have any."""
 
     @property
-    def nbytes(self) -> int:
-        """The size of all vectors."""
-        return sum(vectors.nbytes for vectors, _ in self.memory)
+    def kind(self) -> tuple[int, int, torch.dtype]:
+        """Slabs of one kind can stand in for each other."""
+        return self.rows, self.vectors.shape[1], self.vectors.dtype
 
-    def take(self, rows: int) -> Part:
+    def take(self, rows: int) -> Encoded:
         """Return the next rows."""
         low = self.used
         self.used += rows
-        self.out += len(self.streams)
-        if low == 0 and rows and rows != self._length:
-            self._cut(rows)
-        if rows and rows == self._length and low % rows == 0:
-            return self._parts[low // rows]
-        return self._part(low, rows)
+        self.out += 1
+        return self.part(low, rows)
 
-    def _cut(self, rows: int) -> None:
-        self._length = 0
-        self._parts = []
-        if self.rows <= BLOCKS * rows:
-            self._length = rows
-            self._parts = [self._part(low, rows) for low in range(0, self.rows, rows)]
-
-    def _part(self, low: int, rows: int) -> Part:
-        return Part([self.vectors(stream, low, rows) for stream in range(len(self.streams))])
-
-    def vectors(self, stream: int, low: int, rows: int) -> Encoded:
-        """Return some rows of one stream."""
-        vectors, exponents = self.memory[stream]
+    def part(self, low: int, rows: int) -> Encoded:
+        """Return some rows."""
         here = slice(low, low + rows)
-        return Encoded(vectors[here], None if exponents is None else exponents[here], self, low, stream)
+        return Encoded(self.vectors[here], None if self.exponents is None else self.exponents[here], self, low)
 
 
 class Pool:
@@ -119,43 +75,20 @@ class Pool:
     def __init__(self, most_bytes: int = 256 << 20, slab_bytes: int = 4 << 20):
         self._most_bytes = most_bytes
         self._slab_bytes = slab_bytes
-        self._free: dict[tuple[int, tuple[Stream, ...]], list[Slab]] = defaultdict(list)
+        self._free: dict[tuple[int, int, torch.dtype], list[Slab]] = defaultdict(list)
         self._free_bytes = 0
         self._filling: dict[str, Slab] = {}
         self._given: deque[Encoded] = deque()
-        self._scratch = torch.empty(0)
-        self._scratch_views: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Encoded:
         """Return memory for vectors (count, width), with any content."""
-        streams = (Stream(width, dtype),)
         self._take_back()
         slab = self._filling.get(name)
-        if slab is None or slab.used + count > slab.rows or slab.streams != streams:
+        if slab is None or slab.used + count > slab.rows or slab.kind[1:] != (width, dtype):
             if slab is not None and not slab.out:
                 self._keep(slab)
-            slab = self._filling[name] = self._slab(count, streams)
-        return slab.take(count).vectors[0]
-
-    def take_slab(self, count: int, streams: tuple[Stream, ...]) -> list[Part]:
-        """Return all parts of a slab, each with memory for `count` vectors of every stream."""
-        self._take_back()
-        slab = self._slab(count, streams)
-        return [slab.take(count) for _ in range(slab.rows // max(count, 1))]
-
-    def scratch(self, like: Tensor) -> Tensor:
-        """Return memory of the same shape and type, valid until the next call."""
-        view = self._scratch_views.get((like.shape, like.dtype))
-        if view is not None:
-            return view
-        if self._scratch.dtype != like.dtype or self._scratch.numel() < like.numel():
-            self._scratch = torch.empty(like.numel(), dtype=like.dtype)
-            self._scratch_views.clear()
-        if len(self._scratch_views) == SHAPES:
-            self._scratch_views.clear()
-        view = self._scratch[: like.numel()].view(like.shape)
-        self._scratch_views[like.shape, like.dtype] = view
-        return view
+            slab = self._filling[name] = self._slab(count, width, dtype)
+        return slab.take(count)
 
     def give(self, *vectors: Encoded | None) -> None:
         """Give back vectors that are no longer needed; from any thread."""
@@ -169,23 +102,23 @@ class Pool:
             if not slab.out and not any(slab is other for other in self._filling.values()):
                 self._keep(slab)
 
-    def _slab(self, count: int, streams: tuple[Stream, ...]) -> Slab:
+    def _slab(self, count: int, width: int, dtype: torch.dtype) -> Slab:
         # Small layers get small slabs: a large network has hundreds of them
-        row_bytes = sum(stream.width * stream.dtype.itemsize for stream in streams)
-        fitting = min(len(streams), STREAMS) * self._slab_bytes // max(1, row_bytes)
+        fitting = self._slab_bytes // max(1, width * dtype.itemsize)
         rows = max(count, min(fitting, BLOCKS * count))
-        free = self._free[rows, streams]
+        free = self._free[rows, width, dtype]
         if not free:
-            return Slab(rows, streams)
+            return Slab(rows, width, dtype)
         slab = free.pop()
-        self._free_bytes -= slab.nbytes
+        self._free_bytes -= slab.vectors.nbytes
         return slab
 
     def _keep(self, slab: Slab) -> None:
-        if self._free_bytes + slab.nbytes <= self._most_bytes:
+        nbytes = slab.vectors.nbytes
+        if self._free_bytes + nbytes <= self._most_bytes:
             slab.used = 0
-            self._free[slab.rows, slab.streams].append(slab)
-            self._free_bytes += slab.nbytes
+            self._free[slab.kind].append(slab)
+            self._free_bytes += nbytes
 
 
 def _page_aligned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

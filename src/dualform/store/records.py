@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from dualform.store.encoding import Encoded
+from dualform.layers.keys import Keys, keys_of
+from dualform.layers.streams import Layer
+from dualform.store.encoding import Encoded, decode
 from dualform.store.format import Mark, RowEvidence
 from dualform.store.memory import Pool
 
@@ -52,6 +55,15 @@ class Block:
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
         pool.give(self.keys, self.errors)
+
+
+def keys_of_blocks(layer: Layer, blocks: Sequence[Block], dtype: torch.dtype) -> Keys:
+    """Return the keys of some blocks of a layer, of feature maps of one block at a time, in a type that can be computed with."""
+    if layer.form == "numbers":
+        stored = [block.keys.data for block in blocks]
+    else:
+        stored = [decode(block.keys.data, block.keys.exponents, dtype) for block in blocks]
+    return keys_of(layer, torch.cat(stored), blocks[0].shape[1:], dtype)
 
 
 @dataclass(slots=True)

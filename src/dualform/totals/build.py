@@ -13,7 +13,7 @@ import torch
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS as KINDS_OF
-from dualform.recursions import Walked, walk_back
+from dualform.recursions import Ints, Walked
 from dualform.store.files import files_at, writing
 from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
 from dualform.store.lock import locked
@@ -21,7 +21,7 @@ from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import factor_table, row_types, settings_of
 from dualform.store.writer import NewTotals, write_totals
-from dualform.totals.fold import OF, Accumulated, Ints, Piece, Updates
+from dualform.totals.fold import OF, Accumulated, Piece, StretchUpdates
 from dualform.totals.groups import Numbering
 
 KINDS = ("keys", "deltas", "both")
@@ -90,7 +90,7 @@ def _fold(store: Store, groupings: Sequence[Grouping], progress: Progress | None
     first = store.snapshot(0)
     sums = Accumulated(manifest, groupings, beginning={name: first[name] for name in first})
     numberings = [Numbering(grouping.columns) for grouping in groupings]
-    updates: dict[str, list[Updates | None]] = {}
+    updates: dict[str, list[StretchUpdates | None]] = {}
     if any(grouping.kind != "keys" for grouping in groupings):
         updates = _all_updates(store)
     for place in report("totals", range(len(manifest.chunks)), progress):
@@ -107,7 +107,7 @@ def _fold_chunk(
     place: int,
     sums: Accumulated,
     numberings: Sequence[Numbering],
-    updates: Mapping[str, Sequence[Updates | None]],
+    updates: Mapping[str, Sequence[StretchUpdates | None]],
 ) -> None:
     slots = {}
     for number, layer in enumerate(store.manifest.layers):
@@ -165,12 +165,12 @@ def _groups(store: Store, chunk: SlotChunk, numbering: Numbering) -> Ints:
     return groups
 
 
-def _all_updates(store: Store) -> dict[str, list[Updates | None]]:
+def _all_updates(store: Store) -> dict[str, list[StretchUpdates | None]]:
     """Return the updates of each parameter in each chunk."""
     return {parameter.name: _updates(store, parameter.name) for parameter in store.manifest.parameters}
 
 
-def _updates(store: Store, parameter: str) -> list[Updates | None]:
+def _updates(store: Store, parameter: str) -> list[StretchUpdates | None]:
     """Return a parameter's updates in each chunk; None: it was not updated there.
 
     The run is over, so coefficients that are numbers are taken at its end: what one chunk wrote need not be carried through the
@@ -195,7 +195,7 @@ def _drop_lost(of: str, reaching: Sequence[dict[str, Walked]], rounding: float) 
         walked[of] = replace(walked[of], c=np.where(is_lost, 0.0, walked[of].c))
 
 
-def _coefficients_at_the_end(in_chunks: Sequence[Updates | None]) -> dict[int, dict[str, Walked]]:
+def _coefficients_at_the_end(in_chunks: Sequence[StretchUpdates | None]) -> dict[int, dict[str, Walked]]:
     """Return the coefficients of each chunk's updates at the end of the run, by what is kept of a group."""
     coefficients: dict[int, dict[str, Walked]] = {}
     later: dict[str, Walked] = {}
@@ -203,18 +203,17 @@ def _coefficients_at_the_end(in_chunks: Sequence[Updates | None]) -> dict[int, d
         updates = in_chunks[place]
         if updates is None:
             continue
-        count = len(updates.steps)
-        later = {of: walk_back(updates.kind, updates.settings, count, of, later.get(of)) for of in OF}
+        later = {of: updates.walked(of, later.get(of)) for of in OF}
         coefficients[place] = dict(later)
     return coefficients
 
 
-def _updates_in(store: Store, place: int, parameter: str) -> Updates | None:
+def _updates_in(store: Store, place: int, parameter: str) -> StretchUpdates | None:
     number = store.parameter(parameter)
     lines = store.updates_in(place).filter(pl.col("parameter") == number)
     if not lines.height:
         return None
-    return Updates(
+    return StretchUpdates(
         kind=lines["optimizer"][0],
         steps=lines["step"].to_numpy().astype(np.int64),
         settings=settings_of(lines),

@@ -18,14 +18,13 @@ from torch import Tensor
 from dualform.layers.keys import Keys, Numbers, Vectors
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
-from dualform.recursions import KINDS, Floats, Kind, Linear, Walked, at_rest, outer, walk_back
+from dualform.recursions import KINDS, Floats, Ints, Kind, Linear, Updates, Walked, at_rest, outer
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
 Uses = Sequence[tuple[Use, "Piece"]]
 """The slots that make up a parameter, each piece with how they do so."""
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 OF = ("weight", "average")
 """What is kept of a group: its part of the parameter, and of the optimizer's running average."""
 MAPS = ("initial.", "now.", "rounded.")
@@ -67,25 +66,15 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Updates:
-    """The updates of one parameter in a stretch."""
+class StretchUpdates(Updates):
+    """The updates of one parameter in a stretch, with what folding needs to know."""
 
-    kind: str
-    steps: Ints
-    """(updates,)"""
-    settings: dict[str, Floats]
-    factors: Floats
-    """(updates, backward passes)"""
-    gradients: Tensor | None
+    gradients: Tensor | None = None
     """(updates, d_out), for biases."""
     reaching: Mapping[str, Walked] | None = None
     """Their coefficients at the end of the run, by what is kept of a group, where they are known in advance."""
     rounded: Rounded | None = None
     """What rounding to 16 bits has done to their gradients; None: nothing, or it is not asked for, since all updates are kept."""
-
-    def walked(self, of: str) -> Walked:
-        """Return what becomes of the stretch's beginning and of its gradients."""
-        return walk_back(self.kind, self.settings, len(self.steps), of)
 
     def of_slots(self, coefficients: Floats, slots: Piece) -> Floats:
         """Return coefficient × factor of each slot, (n,); 0 where the parameter was not updated."""
@@ -191,7 +180,7 @@ class Accumulated:
             grouping = int(name.split(".")[0])
             self._groups[grouping] = max(self._groups[grouping], len(tensor))
 
-    def fold(self, slots: Mapping[int, Sequence[Piece]], updates: Mapping[str, Updates]) -> None:
+    def fold(self, slots: Mapping[int, Sequence[Piece]], updates: Mapping[str, StretchUpdates]) -> None:
         """Fold a stretch. slots: by the layer's number; updates: by the parameter's full name."""
         for number, pieces in slots.items():
             for piece in pieces:
@@ -272,7 +261,7 @@ class Accumulated:
 
     # Optimizers whose coefficients are numbers
 
-    def _fold_initial(self, name: str, some: Updates) -> None:
+    def _fold_initial(self, name: str, some: StretchUpdates) -> None:
         """Update X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
         walked = [some.walked(of) for of in OF]
         stretch = torch.tensor([[w.a, w.b] for w in walked], dtype=torch.float64)
@@ -301,7 +290,7 @@ class Accumulated:
         weight, average = (self._rows(f"{grouping}.p{number}.{of}{suffix}", count, parameter.shape, dtype) for of in OF)
         return Deltas(weight, average, has_rest)
 
-    def _fold_deltas(self, grouping: int, name: str, uses: Uses, some: Updates) -> None:
+    def _fold_deltas(self, grouping: int, name: str, uses: Uses, some: StretchUpdates) -> None:
         deltas = self._deltas(grouping, name)
         targets = dict(zip(OF, (deltas.weight, deltas.average), strict=True))
         if some.reaching is None:
@@ -322,7 +311,7 @@ class Accumulated:
 
     # Optimizers whose coefficients are matrices
 
-    def _fold_elementwise(self, name: str, uses: Uses, some: Updates) -> None:
+    def _fold_elementwise(self, name: str, uses: Uses, some: StretchUpdates) -> None:
         """Run the optimizer's own recursion on every group, with the state that all groups share."""
         number = self._numbers[name]
         kind = KINDS[some.kind]
@@ -332,7 +321,7 @@ class Accumulated:
         initial = self._maps[f"initial.{number}.weight"], self._maps[f"initial.{number}.average"]
         deltas = {grouping: self._deltas(grouping, name) for grouping in self._with_deltas}
         for place, step in enumerate(some.steps.tolist()):
-            settings = {key: float(values[place]) for key, values in some.settings.items()}
+            settings = some.at(place)
             here = _of_step(uses, step)
             if self._is_vector(name):
                 gradient, parts = _vector_gradient(here, some, place, now["weight"], deltas)
@@ -349,7 +338,7 @@ class Accumulated:
         """Return a parameter and its optimizer state, to be changed in place."""
         return {of: self._maps[f"{prefix}.{number}.{of}"] for of in (*OF, *kind.shared)}
 
-    def _noise(self, number: int, some: Updates, place: int, here: Uses, gradient: Tensor) -> Tensor | None:
+    def _noise(self, number: int, some: StretchUpdates, place: int, here: Uses, gradient: Tensor) -> Tensor | None:
         """Return as much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
         if some.rounded is None or not some.rounded.units[place]:
             return None
@@ -431,7 +420,7 @@ def _add_by_group(target: Tensor, has_rest: bool, grouping: int, use: Use, piece
 
 
 def _vector_gradient(
-    here: Uses, some: Updates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
+    here: Uses, some: StretchUpdates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the gradient of a bias in one update, and by grouping, what each group's slots added to it."""
     gradient = torch.zeros_like(like) if some.gradients is None else some.gradients[place].to(like.dtype)
@@ -442,7 +431,9 @@ def _vector_gradient(
     return gradient, parts
 
 
-def _parts_of_vector(grouping: int, here: Uses, some: Updates, place: int, gradient: Tensor, count: int) -> Tensor:
+def _parts_of_vector(
+    grouping: int, here: Uses, some: StretchUpdates, place: int, gradient: Tensor, count: int
+) -> Tensor:
     """Return what a bias's gradient holds beyond its slots, and what the slots of each group added to it, (1 + groups, *shape).
 
     What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its own size: the
@@ -462,7 +453,7 @@ def _parts_of_vector(grouping: int, here: Uses, some: Updates, place: int, gradi
 
 
 def _matrix_gradient(
-    here: Uses, some: Updates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
+    here: Uses, some: StretchUpdates, place: int, like: Tensor, deltas: Mapping[int, Deltas]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the gradient of a matrix in one update, from its slots, and by grouping, what each group's slots added to it."""
     gradient = torch.zeros_like(like)
