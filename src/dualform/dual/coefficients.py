@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -41,6 +42,10 @@ class Updates:
     def at(self, place: int) -> dict[str, float]:
         """The settings of one update."""
         return {name: float(values[place]) for name, values in self.settings.items()}
+
+    def each(self) -> Iterator[dict[str, float]]:
+        """The settings of every update."""
+        return (self.at(place) for place in range(len(self.steps)))
 
     def between(self, begin: int, end: int) -> Updates:
         """Those of a shorter stretch."""

@@ -13,7 +13,7 @@ from dualform.dual.coefficients import Coefficients, is_elementwise, updates_of,
 from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, uses_of, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.streams import Layer, Use
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.memory import Scratch
@@ -186,19 +186,21 @@ def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
     some = next(iter(weights.values()))
     matrix = some.new_zeros(len(layer.outputs) or layer.d_out, layer.d_in)
     for use in layer.bilinear():
-        found = weights[use.parameter]
-        found = found.reshape(len(found), -1)
+        found = weights[use.parameter].flatten(1)
         found = found[use.rows[0] : use.rows[1]] if use.rows else found
         found = found.T if use.role == "table" else found
         if use.groups > 1:
             found = torch.block_diag(*found.chunk(use.groups))  # type: ignore[no-untyped-call]
         columns = slice(*use.keys) if use.keys else slice(None)
-        ranges = use.errors or (0, len(matrix))
-        place = 0
-        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
-            matrix[low:high, columns] += found[place : place + high - low]
-            place += high - low
+        _add_rows(matrix[:, columns], found, use)
     return matrix
+
+
+def _add_rows(total: Tensor, found: Tensor, use: Use) -> None:
+    """Add what a use makes of its parameter to the outputs that it is of."""
+    ranges = use.errors or (0, len(total))
+    parts = [torch.arange(low, high) for low, high in zip(ranges[::2], ranges[1::2], strict=True)]
+    total[torch.cat(parts)] += found
 
 
 def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
@@ -209,10 +211,5 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
     total = weights[uses[0].parameter].new_zeros(layer.d_out)
     for use in uses:
         found = weights[use.parameter]
-        found = found[use.rows[0] : use.rows[1]] if use.rows else found
-        ranges = use.errors or (0, layer.d_out)
-        place = 0
-        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
-            total[low:high] += found[place : place + high - low]
-            place += high - low
+        _add_rows(total, found[use.rows[0] : use.rows[1]] if use.rows else found, use)
     return total[list(layer.outputs)] if layer.outputs else total

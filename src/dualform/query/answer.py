@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.query.conditions import Condition, Where
+from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
 from dualform.query.scan import R, query_blocks, scan, tiles
@@ -104,7 +105,7 @@ class Answer:
         if by is not None:
             return self._top_groups(k, by, where, absolute, order)
         self._needs_slots("single slots")
-        groups = None if per is None else self._scorer.groups(per)
+        groups = None if per is None else self.groups(per)
         request = TopKRequest(k, order, self._selection(where), groups)
         rankings = top_k(self._scorer, request, self._executor)
         if not rankings:  # no slots, hence no groups
@@ -145,6 +146,11 @@ class Answer:
         for tile in tiles(pieces, self._scorer, slice(0, self._scorer.queries)):
             yield Scores(tile.slots, tile.scores.reshape(*self._shape, len(tile.slots)))
 
+    def groups(self, by: str | Sequence[str]) -> Groups:
+        """Return the groups that columns make of the slots, for a reducer of your own: `groups(tile.piece.run)[tile.places]`
+        are the group numbers of a tile's slots, and `groups.values` says which group a number is."""
+        return self._scorer.groups(by)
+
     def reduce(self, reducer: R, *, where: Where | None = None) -> R:
         """Give every score to a reducer of your own (query/scan.py says what one is), and return it."""
         self._needs_slots("single slots")
@@ -167,7 +173,7 @@ class Answer:
 
     def _scanned_sums(self, by: str | Sequence[str], where: Where | None, absolute: bool) -> Sums:
         scorer = self._scorer
-        groups = scorer.groups(by)
+        groups = self.groups(by)
         selection = self._selection(where)
         totals = torch.zeros(scorer.queries, len(groups), dtype=torch.float64)
         found = Totals(groups, 0, absolute)

@@ -270,9 +270,15 @@ class SlotChunk:
         return decode(stored.data[here], stored.scales(here), dtype)
 
     def _encoded(self, what: str) -> Encoded:
-        name = f"{self.number}.{what}_exponents"
-        exponents = self.file[name] if name in self.file else None
-        return Encoded(self.file[f"{self.number}.{what}s"], exponents)
+        return stored_vectors(self.file, self.number, what)
+
+
+def stored_vectors(file: TensorFile, number: int, what: str) -> Encoded:
+    """Return a layer's keys or error signals in a file, without exponents if all of them are zero. what: "key" or "error"."""
+    name = f"{number}.{what}_exponents"
+    exponents = file[name] if name in file else None
+    is_scaled = exponents is not None and bool(exponents.any())
+    return Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
 
 
 def _at_a_time(width: int) -> int:
