@@ -69,7 +69,7 @@ class KeyLength(Scorer):
 
     value = "length"
 
-    def score(self, queries, run, low, high, scratch):
+    def score(self, queries, run, low, high):
         return run.keys(self.dtype, low, high).vectors().norm(dim=1).expand(queries.stop - queries.start, -1)
 
 

@@ -35,14 +35,6 @@ class Scores(NamedTuple):
     scores: Tensor
 
 
-class SortedGroups(NamedTuple):
-    """Groups sorted by their values."""
-
-    order: Ints
-    """The place of each in the order in which groups first appeared."""
-    values: pl.DataFrame
-
-
 class Sums(NamedTuple):
     """Totals by group, groups in the order in which they first appeared. A group's position is a `slot_position`."""
 
@@ -53,8 +45,6 @@ class Sums(NamedTuple):
     """(groups,)"""
     described: pl.DataFrame
     """The groups with those columns that are the same for all rows of a group."""
-    sorted: SortedGroups | None = None
-    """The groups sorted by their values, if that is known already."""
 
 
 class Answer:
@@ -129,7 +119,10 @@ class Answer:
         Totals that were kept for these columns answer it without a scan.
         """
         sums = self.sums(by, where=where, absolute=absolute)
-        order, values = sums.sorted or _sorted_groups(sums.values)
+        # Groups in the order of their values
+        numbered = sums.values.with_row_index(" place").sort(sums.values.columns)
+        order = numbered[" place"].to_numpy().astype(np.int64)
+        values = numbered.drop(" place")
         totals = sums.totals[:, torch.from_numpy(order)]
         # Column by column: for a single query, a join of tables would take longer than the sums
         address = [pl.Series(one.name, np.repeat(one.to_numpy(), len(order))) for one in self._address]
@@ -193,14 +186,8 @@ class Answer:
         if stored is None:
             return None
         view, totals = stored
-
-        def sorted_values() -> tuple[pl.DataFrame, SortedGroups]:
-            values = view.groups.select(columns)
-            return values, _sorted_groups(values)
-
-        key = ("groups of totals", *columns)
-        values, ordered = self._scorer.store.cached(key, sorted_values, self._scorer.end)
-        return _without_unused_null(Sums(values, totals, view.visits(self.layer), values, ordered))
+        values = view.groups.select(columns)
+        return _without_unused_null(Sums(values, totals, view.visits(self.layer), values))
 
     def _counts_silent(self) -> bool:
         """Return whether silent slots take part, which stored totals leave out."""
@@ -259,11 +246,6 @@ def check_top(k: object, *, absolute: bool, lowest: bool) -> Order:
     if absolute:
         return "absolute"
     return "lowest" if lowest else "highest"
-
-
-def _sorted_groups(values: pl.DataFrame) -> SortedGroups:
-    numbered = values.with_row_index(" place").sort(values.columns)
-    return SortedGroups(numbered[" place"].to_numpy().astype(np.int64), numbered.drop(" place"))
 
 
 def _without_unused_null(sums: Sums) -> Sums:

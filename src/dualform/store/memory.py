@@ -24,19 +24,6 @@ SHAPES = 64
 """This many views of the scratch memory are kept: making one takes as long as filling it."""
 
 
-class Scratch:
-    """Scratch memory for one matrix at a time."""
-
-    def __init__(self, dtype: torch.dtype):
-        self._memory = torch.empty(0, dtype=dtype)
-
-    def __call__(self, n: int, m: int) -> Tensor:
-        """Return a matrix with any content, valid until the next call."""
-        if self._memory.numel() < n * m:
-            self._memory = self._memory.new_empty(n * m)
-        return self._memory[: n * m].view(n, m)
-
-
 class Stream(NamedTuple):
     """The width and type of vectors that are stored together."""
 

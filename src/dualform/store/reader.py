@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -18,7 +17,7 @@ from dualform.recursions import KINDS
 from dualform.store import tables
 from dualform.store.catalog import Catalog
 from dualform.store.consistency import check_table, check_tensors
-from dualform.store.encoding import STRETCH, Encoded, decode
+from dualform.store.encoding import Encoded, decode
 from dualform.store.files import Files, address
 from dualform.store.format import (
     ROWS,
@@ -34,6 +33,8 @@ from dualform.store.slots import Ints, SlotChunk, stored_vectors
 from dualform.store.tables import row_series, row_types
 from dualform.store.tensors import TensorFile
 
+STRETCH = 512
+"""This many vectors are decoded at a time, so that they stay in the cache."""
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
 
@@ -61,8 +62,10 @@ class Store(Catalog):
     def _rows_or_nulls(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
         """Rows by their numbers; a line of nulls for NO_ROW."""
         places = row_series(rows)
+        if places.null_count():
+            return self.rows.select(pl.col(columns).gather(places))
         # Column by column: a whole table's would be taken by Polars' threads, which wait for PyTorch's to sleep
-        return pl.DataFrame([self.rows[name].gather(places) for name in columns])
+        return pl.DataFrame([self.rows[name][rows] for name in columns])
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -182,17 +185,11 @@ class Store(Catalog):
         return sum(chunk.keys[number] for chunk in self.manifest.chunks)
 
     def passing(self, name: str, what: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The stored vectors of a layer in short stretches: (number of the first, vectors). Good until the next are asked for.
-
-        They are decoded into the same memory again and again: fresh pages cost more than the decoding.
-        """
-        out = torch.empty(0, 0, dtype=dtype)
+        """The stored vectors of a layer, decoded, some at a time: (number of the first, vectors)."""
         for first, chunk in self.stored(name, what):
-            if not out.numel():
-                out = torch.empty(STRETCH, chunk.data.shape[1], dtype=dtype)
             for low in range(0, len(chunk.data), STRETCH):
                 here = slice(low, low + STRETCH)
-                yield first + low, decode(chunk.data[here], chunk.scales(here), dtype, out)
+                yield first + low, decode(chunk.data[here], chunk.scales(here), dtype)
 
     def stored(self, name: str, what: str) -> Iterator[tuple[int, Encoded]]:
         """Yield the keys or error signals of a layer as they are stored, chunk by chunk: (number of the first, vectors).
@@ -206,28 +203,21 @@ class Store(Catalog):
                 yield first, self._encoded(place, number, what).first_vectors(count)
             first += count
 
-    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d).
-
-        out: memory to use for it.
-        """
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
+        """Return keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d)."""
         counts = self._counts(number, what)
         ends = np.cumsum(counts)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
             raise StoreDamagedError(f"{self.location} is damaged: a slot names a key that is not there.")
-        home = np.searchsorted(ends, wanted, side="right")
         layer = self.manifest.layers[number]
         width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
-        gathered = torch.empty(len(wanted), width, dtype=dtype) if out is None else out
-        if not bool((np.diff(home) >= 0).all()):
-            order = np.argsort(home, kind="stable")
-            gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
-            return gathered
-        # In order, each chunk's vectors come together
-        rows = torch.from_numpy(wanted - (ends - counts)[home])
-        cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
-        for low, high in pairwise(cuts if len(home) else []):
-            self._encoded(int(home[low]), number, what).decoded(rows[low:high], gathered[low:high])
+        gathered = torch.empty(len(wanted), width, dtype=dtype)
+        home = np.searchsorted(ends, wanted, side="right")
+        for place in np.unique(home).tolist():
+            here = np.flatnonzero(home == place)
+            rows = wanted[here] - (ends[place] - counts[place])
+            vectors = self._encoded(place, number, what).some(torch.from_numpy(rows), dtype)
+            gathered.index_copy_(0, torch.from_numpy(here), vectors)
         return gathered
 
     def picked(self, number: int, what: str) -> Picked:

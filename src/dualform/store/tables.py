@@ -50,7 +50,9 @@ def row_types(columns: Sequence[Column]) -> dict[str, pl.DataType]:
 
 def row_series(rows: np.ndarray[Any, np.dtype[np.int64]]) -> pl.Series:
     """Return the numbers of rows; null for NO_ROW."""
-    return pl.Series(rows, dtype=pl.Int64).set(pl.Series(rows == NO_ROW), None)
+    numbers = pl.Series(rows, dtype=pl.Int64)
+    without = rows == NO_ROW
+    return numbers.set(pl.Series(without), None) if without.any() else numbers
 
 
 def write_table(files: WritableFiles, name: str, table: pl.DataFrame, label: str) -> File:
