@@ -266,7 +266,7 @@ def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | 
     for place in places:
         step, after = known.row(place)
         dual = rebuilt(store, name, begin=begin, end=step + 1)
-        difference = projection.fingerprint(projection.look(dual.double())) - after
+        difference = projection.fingerprint(projection.project(dual.double())) - after
         # Each column of R adds ‖dual − primal‖² to the mean square of the difference
         squares.append(difference**2 / projection.columns)
     found = _Comparison(

@@ -20,11 +20,9 @@ from dualform.dual.gradients import Call, Replayed, kept_rows
 from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
-from dualform.projection import Projection
+from dualform.projection import SLACK, Projection
 from dualform.store.reader import Store
 
-AUDIT_SLACK = 64.0
-"""The recorder takes this many roundoffs of the sum of absolute terms for rounding."""
 EVENLY_SPREAD = 3.0
 """The square of what is off by up to 1, evenly spread, is 1 / 3 on average."""
 STORAGE_SLACK = 4.0
@@ -108,7 +106,7 @@ class _Check:
             squares = call.keys.square_norms().double() * call.errors.double().square().sum(1)
             terms += abs(call.factor) * float(squares.sqrt().sum())
         spread = self._storage * math.sqrt(self._variance_of(calls)) if self._storage else 0.0
-        return AUDIT_SLACK * self._roundoff * terms + STORAGE_SLACK * spread
+        return SLACK * self._roundoff * terms + STORAGE_SLACK * spread
 
     def _variance_of(self, calls: Sequence[Call]) -> float:
         """The variance of the gradient seen through R, if each stored number is off by up to one part of its size, evenly spread.

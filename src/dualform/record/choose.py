@@ -33,7 +33,7 @@ def choose(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     wanted: str | Collection[str] | None,
-    exclude: str | Collection[str] = (),
+    exclude: str | Collection[str] | Mapping[str, str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[list[Chosen], list[Chosen], dict[str, str]]:
     """The modules to record, in the model's order; those that only lack an optimizer; the reasons for all left out."""
@@ -41,6 +41,7 @@ def choose(
     names = {id(p): name for name, p in model.named_parameters()}
     patterns = [wanted] if isinstance(wanted, str) else list(wanted or ["*"])
     excluded = [exclude] if isinstance(exclude, str) else list(exclude)
+    reasons = exclude if isinstance(exclude, Mapping) else {}
     matched: set[str] = set()
     used: set[str] = set()
     chosen, waiting, left_out = list[Chosen](), list[Chosen](), dict[str, str]()
@@ -56,7 +57,7 @@ def choose(
         excluding = [pattern for pattern in excluded if fnmatchcase(name, pattern)]
         if excluding:
             used.update(excluding)
-            left_out[name] = EXCLUDED
+            left_out[name] = reasons.get(excluding[0], EXCLUDED)
             continue
         reason = refusal(module)
         if reason is not None:
@@ -70,8 +71,9 @@ def choose(
         if any(id(p) in optimized for p in full.values()):
             chosen.append(one)
         else:
-            left_out[name] = NOT_OPTIMIZED
             waiting.append(one)
+            if any(p.requires_grad for p in full.values()):  # what is frozen was not forgotten
+                left_out[name] = NOT_OPTIMIZED
     unmatched = [pattern for pattern in patterns if pattern not in matched and wanted is not None]
     unused = [pattern for pattern in excluded if pattern not in used]
     for argument, missing in (("layers", unmatched), ("exclude", unused)):
@@ -83,7 +85,8 @@ def choose(
     chosen = _whole(model, chosen, left_out)
     if not chosen:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
-        raise RecordingError(f"the model has no layer to record. {why or 'It has no layer of a known type.'}")
+        none = "All its layers are frozen." if waiting else "It has no layer of a known type."
+        raise RecordingError(f"the model has no layer to record. {why or none}")
     _check_outputs(chosen, outputs or {})
     if wanted is None:
         left_out.update(_uncovered(model, [*chosen, *waiting], left_out, optimized))

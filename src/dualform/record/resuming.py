@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import RecordingError
-from dualform.record import audit
+from dualform.projection import SLACK
 from dualform.record.edits import COUNTED_AS, WatchedParameter
 from dualform.record.parameters import RecordedParameter, roundoff
 from dualform.record.passes import PendingPasses
@@ -72,7 +72,7 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
 
 def go_on(files: Files, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
     """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
-    for what in ("keep", "dtype", "layers", "parameters"):
+    for what in ("keep", "dtype", "layers", "parameters", "base"):
         if getattr(before, what) != getattr(now, what):
             raise RecordingError(
                 f"resume: the recording in {files.location} has other {what} than this model and these settings: "
@@ -138,7 +138,7 @@ class _Checkpoint:
         known = mine.filter(pl.col("after").is_not_null())
         if not known.height:
             return
-        bound = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
+        bound = SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
         if not abs(parameter.fingerprint - float(known["after"][-1])) <= bound:
             self._refuse_weights(parameter)
 
@@ -195,7 +195,7 @@ class _Checkpoint:
         if known is None:
             return
         fingerprint, bound = known
-        now = watched.parameter.projection.fingerprint(watched.parameter.look(momentum))
+        now = watched.parameter.projection.fingerprint(watched.parameter.project(momentum))
         if not abs(now - fingerprint) <= bound:
             self._refuse_state(watched, "momentum_buffer")
 
@@ -210,10 +210,12 @@ class _Checkpoint:
         if self._is_inexact or since_snapshot["after"].null_count() or not (since_snapshot["lr"] > 0).all():
             return None
         projection = parameter.projection
-        weight = projection.fingerprint(projection.look(self._snapshot[f"model.{parameter.name}"]))
+        weight = projection.fingerprint(projection.project(self._snapshot[f"model.{parameter.name}"]))
         stored = f"state.{parameter.name}.momentum_buffer"
-        momentum = projection.fingerprint(projection.look(self._snapshot[stored])) if stored in self._snapshot else 0.0
-        rounding = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
+        momentum = (
+            projection.fingerprint(projection.project(self._snapshot[stored])) if stored in self._snapshot else 0.0
+        )
+        rounding = SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
         error = 0.0
         for update in since_snapshot.iter_rows(named=True):
             moved = (weight - update["after"]) / update["lr"]

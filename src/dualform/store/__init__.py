@@ -7,5 +7,5 @@
 - Writing: `records` (what the recorder hands over), `chunks` (from steps to tensors), `writer` (the thread that seals chunks, snapshots and
   totals).
 - Reading: `catalog` (opens a store: manifest, snapshots, totals, tables; needs no PyTorch), `reader` (`Store`, which adds the slots),
-  `slots` (a layer's slots in a chunk).
+  `samples` (texts of samples), `slots` (a layer's slots in a chunk).
 """

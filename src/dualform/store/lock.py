@@ -16,6 +16,7 @@ from typing import BinaryIO
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError
 from dualform.store.files import WritableFiles, reading, writing
 from dualform.store.format import LOCK, MANIFEST, read_manifest
+from dualform.store.samples import SAMPLES
 
 try:
     import fcntl
@@ -141,5 +142,5 @@ def _remove_recording(files: WritableFiles) -> None:
 
 
 def _is_part_of_a_store(name: str) -> bool:
-    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST)
+    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST, SAMPLES)
     return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(prefixes)
