@@ -1,13 +1,16 @@
-"""CONTRIBUTING's example of a new layer type, followed word by word."""
+"""CONTRIBUTING: its example of a new layer type, followed word by word, and the files that a slot passes."""
 
 import re
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import dualform
 from dualform.layers import rules
+from training import samples, train
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 
@@ -44,3 +47,44 @@ def test_a_new_layer_type_is_two_functions_and_a_line(tmp_path, monkeypatch):
     torch.testing.assert_close(
         torch.from_numpy(parts["initial"].to_numpy() + parts["slots"].to_numpy()), model(x[:3])[:, 1].detach()
     )
+
+
+PACKAGE = Path(dualform.__file__).parent
+
+
+def walk(title, room):
+    """The files that a section numbers, by their paths in the package."""
+    section = re.search(rf"## {title}\n(.*?)\n## ", TEXT, re.S)[1]
+    names = re.findall(r"\d+\. `([\w/]+\.py)`", section)
+    return [name if "/" in name else f"{room}/{name}" for name in names]
+
+
+@pytest.mark.parametrize(("title", "room"), [("The walk of a slot in", "record"), ("The walk of a slot out", "query")])
+def test_a_slot_passes_twelve_files_at_most(title, room):
+    files = walk(title, room)
+    assert 10 <= len(files) <= 12
+    assert [name for name in files if not (PACKAGE / name).is_file()] == []
+
+
+def test_the_walk_out_names_the_files_that_run(tmp_path):
+    run = train(tmp_path / "run")
+    inputs = samples()[0][:2]
+    visited = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            visited.add(path.relative_to(PACKAGE).as_posix())
+
+    dual = run.dual
+    sys.setprofile(note)
+    try:
+        dual.attend(inputs)["2"].total("label", where="label = 1")
+    finally:
+        sys.setprofile(None)
+    # Beside the walk: what the model's weights are, what SQL means, and the dictionary that answers come in
+    beside = {"network.py", "info.py", "sql.py", "by_layer.py"}
+    in_query = {name for name in visited if name.startswith("query/") and Path(name).name not in beside}
+    listed = walk("The walk of a slot out", "query")
+    assert in_query <= set(listed)
+    assert set(listed) <= visited
