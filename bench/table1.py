@@ -40,7 +40,7 @@ if __name__ == "__main__":
     dual = recordings.recorded("float32")
     images, model = recordings.queries(arguments.images), dual.model()
     KEYS = {layer: dual.layer(layer).keys for layer in dual.layers}
-    distinct = torch.cat([keys for _, keys in dual.store.distinct_keys("0", torch.float32)])
+    distinct = torch.cat([keys.clone() for _, keys in dual.store.passing("0", "key", torch.float32)])
     times = arguments.images / arguments.authors
 
     def ours(layers: list[str]) -> None:

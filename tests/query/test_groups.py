@@ -5,7 +5,6 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import QuestionError
-from dualform.query import reducers
 from reference import ranking
 from training import network, samples, sgd
 
@@ -43,14 +42,6 @@ def test_totals_of_all_groups_are_the_whole(dual):
     for by in ("label", "step", "position", "sample_id"):
         found = dual.attend(INPUTS)["0"].total(by).group_by("query", maintain_order=True).agg(pl.col("total").sum())
         assert found["total"].to_list() == pytest.approx(whole.tolist(), abs=1e-12)
-
-
-def test_many_groups_and_few_groups_are_summed_alike(dual, monkeypatch):
-    few = dual.attend(INPUTS)["0"].total("sample_id")
-    monkeypatch.setattr(reducers, "FEW_GROUPS", 0)
-    many = dual.attend(INPUTS)["0"].total("sample_id")
-    assert few.drop("total").equals(many.drop("total"))
-    assert few["total"].to_list() == pytest.approx(many["total"].to_list(), abs=1e-13)
 
 
 def test_totals_where(dual):

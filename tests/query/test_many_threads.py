@@ -7,7 +7,6 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -19,7 +18,6 @@ from dualform.layers.keys import Vectors
 from dualform.query import scan
 from dualform.query.influence import factors
 from dualform.query.search import index
-from dualform.store import reader
 from dualform.store.tensors import write_tensors
 
 SAMPLES, FEATURES, CLASSES, ROWS, STEPS, THREADS = 48, 24, 5, 16, 20, 3
@@ -81,7 +79,6 @@ def sizes(request, monkeypatch):
     if request.param == "in small blocks":
         monkeypatch.setattr(scan, "BLOCK_BYTES", 1 << 14)
         monkeypatch.setattr(index, "FEWEST_SLOTS", 1)
-        monkeypatch.setattr(reader, "WHOLE", 0)
 
 
 def plain(answer):
@@ -287,35 +284,6 @@ def test_what_is_not_recorded_is_warned_of_once(tmp_path):
     with pytest.warns(UserWarning, match="not recorded, so taken from the snapshot") as told:
         dual.influence(QUERIES[:1], segments=[(0, 4), (4, 8)])
     assert len(told) == 1
-
-
-def test_a_thread_that_needs_all_rows_does_not_take_those_of_others(recorded, monkeypatch):
-    """Of a long table only the chunks that are needed are read, until somebody needs many of them."""
-    monkeypatch.setattr(reader, "WHOLE", 0)
-    store = dualform.open(*recorded).store
-    firsts = np.cumsum([0, *(chunk.rows for chunk in store.manifest.chunks)])[:-1]
-    assert len(firsts) >= 8
-    begun, read = threading.Event(), reader.Store.rows_in
-
-    def table(rows):
-        nothing = np.zeros_like(rows)
-        return store.row_table(rows, nothing, nothing, ["sample_id"])["sample_id"].to_list()
-
-    def slow(self, place):
-        if place == 1:
-            begun.set()  # the rows of chunk 0 are there by now
-        time.sleep(0.01)
-        return read(self, place)
-
-    expected = store.rows["sample_id"].to_list()
-    store = dualform.open(*recorded).store
-    monkeypatch.setattr(reader.Store, "rows_in", slow)
-    with pool_of(2) as pool:
-        few = pool.submit(table, firsts[:2])
-        begun.wait()
-        many = pool.submit(table, firsts)
-        assert few.result() == [expected[row] for row in firsts[:2]]
-        assert many.result() == [expected[row] for row in firsts]
 
 
 def test_two_threads_may_record_two_models(tmp_path):

@@ -69,7 +69,7 @@ class KeyLength(Scorer):
 
     value = "length"
 
-    def score(self, queries, run, low, high, scratch):
+    def score(self, queries, run, low, high):
         return run.keys(self.dtype, low, high).vectors().norm(dim=1).expand(queries.stop - queries.start, -1)
 
 
@@ -128,3 +128,29 @@ def test_a_reducer_of_ones_own_sees_every_score(trained, where):
             dual = dualform.open(trained.dual.store.location, trained.model, executor=executor)
             found = dual.attend(INPUTS)["2"].reduce(Highest(len(INPUTS)), where=where)
             torch.testing.assert_close(found.scores, expected.to(found.scores.dtype))
+
+
+class HighestPerGroup:
+    """Another one: the highest score of each group, over all queries."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.scores = torch.full((len(groups),), -torch.inf, dtype=torch.float64)
+
+    def empty(self):
+        return HighestPerGroup(self.groups)
+
+    def add(self, tile):
+        codes = torch.from_numpy(self.groups(tile.piece.run)[tile.places])
+        self.scores.scatter_reduce_(0, codes, tile.scores.amax(0).double(), "amax")
+
+    def merge(self, other):
+        self.scores = torch.maximum(self.scores, other.scores)
+
+
+def test_a_reducer_of_ones_own_can_tell_groups_apart(trained):
+    answer = trained.dual.attend(INPUTS)["2"]
+    groups = answer.groups("label")
+    found = groups.values.with_columns(highest=answer.reduce(HighestPerGroup(groups)).scores.numpy())
+    expected = answer.top(1, per="label").group_by("label").agg(pl.col("weight").max().alias("highest")).sort("label")
+    assert_frame_equal(found, expected)

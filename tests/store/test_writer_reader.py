@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import dualform
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, StoreMissingError, WriterError
-from dualform.store import reader
 from dualform.store import writer as writing
 from dualform.store.encoding import encode
 from dualform.store.files import files_at
@@ -508,20 +507,3 @@ def test_after_an_error_in_the_background_training_stops_with_it(tmp_path, monke
     with pytest.raises(WriterError, match="disk full"):
         train(tmp_path / "run", steps=30, chunk_bytes=1, queue_bytes=1, after_step=fail_from_now_on)
     assert dualform.open(tmp_path / "run").info()["steps"] >= 1
-
-
-def test_of_a_long_table_only_the_chunks_with_the_wanted_rows_are_read(tmp_path, monkeypatch):
-    run = train(tmp_path / "run", steps=40, chunk_bytes=1)
-    whole, store = Store(files_at(run.path)).rows, Store(files_at(run.path))
-    assert len(store.manifest.chunks) > 20
-    monkeypatch.setattr(reader, "WHOLE", 0)
-    for rows in ([3, 41, 40, 3], [199, 0]):
-        numbers, ones = np.array(rows), np.ones(len(rows), np.int64)
-        found = store.row_table(numbers, 0 * ones, ones, ["label", "sample_id"])
-        assert found.drop("position").equals(whole[numbers].select("label", "sample_id"))
-    assert "rows" not in vars(store)
-    every = np.arange(200)
-    found = store.row_table(every, 0 * every, every + 1, ["task"])
-    assert found.drop("position").equals(whole.select("task"))
-    assert "rows" in vars(store)
-    assert store.row_table(every[:0], every[:0], every[:0], ["task"]).is_empty()

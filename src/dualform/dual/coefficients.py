@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -29,6 +30,10 @@ class Updates(recursions.Updates):
     parameter: str
     begin: int
     end: int
+
+    def each(self) -> Iterator[dict[str, float]]:
+        """The settings of every update."""
+        return (self.at(place) for place in range(len(self.steps)))
 
     def between(self, begin: int, end: int) -> Updates:
         """Those of a shorter stretch."""

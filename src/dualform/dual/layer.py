@@ -12,7 +12,9 @@ from dualform.dual.coefficients import Coefficients, coefficients, is_elementwis
 from dualform.dual.gradients import chosen_rows, compute_dtype
 from dualform.dual.weights import as_bias, as_matrix, initial, rebuilt, values
 from dualform.errors import NotRecordedError
+from dualform.layers.keys import Keys
 from dualform.store.reader import Store
+from dualform.store.slots import SlotChunk
 
 
 class DualLayer:
@@ -71,20 +73,21 @@ class DualLayer:
     @property
     def keys(self) -> Tensor:
         """X, one row a slot: (slots, d_in). All of them are read into memory."""
-        chunks = self._store.chunks(self.name, end_step=self._end)
-        width = self._layer.d_in + self._layer.d_out
-        found = [chunk.keys(self._dtype, *piece).vectors() for chunk in chunks for piece in chunk.pieces(width)]
+        found = [keys.vectors() for *_, keys in self._pieces()]
         return torch.cat(found) if found else torch.zeros(0, self._layer.d_in, dtype=self._dtype)
 
     @property
     def values(self) -> Tensor:
         """E, one row a slot: (slots, d_out), −coefficient × error signal. All of them are read into memory."""
-        coefficients = self._plain_coefficients()
-        found = [
-            values(chunk, coefficients, 0, chunk.slots, self._dtype)
-            for chunk in self._store.chunks(self.name, end_step=self._end)
-        ]
+        self._plain_coefficients()
+        found = [written for _, _, written in self.pieces()]
         return torch.cat(found) if found else torch.zeros(0, self._layer.d_out, dtype=self._dtype)
+
+    def _pieces(self) -> Iterator[tuple[SlotChunk, int, int, Keys]]:
+        """The slots in their order, a piece at a time: (chunk, first, end, keys)."""
+        for chunk in self._store.chunks(self.name, end_step=self._end):
+            for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
+                yield chunk, low, high, chunk.keys(self._dtype, low, high)
 
     def _plain_coefficients(self) -> Coefficients:
         if self._coefficients is None:
@@ -97,10 +100,8 @@ class DualLayer:
     def pieces(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Keys and values in the order of slots, a piece at a time: (number of the first slot, (m, d_in), (m, d_out))."""
         found = self._plain_coefficients()
-        for chunk in self._store.chunks(self.name, end_step=self._end):
-            for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
-                keys = chunk.keys(self._dtype, low, high).vectors()
-                yield chunk.first_slot + low, keys, values(chunk, found, low, high, self._dtype)
+        for chunk, low, high, keys in self._pieces():
+            yield chunk.first_slot + low, keys.vectors(), values(chunk, found, low, high, self._dtype)
 
     def take(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys (m, d_in) and values (m, d_out) of some slots by their numbers; only what they need is read."""
@@ -120,11 +121,7 @@ class DualLayer:
         """α_t = x_t · x for queries (*, d_in) → (*, slots)."""
         query = query.detach().to("cpu", self._dtype)
         flat = query.reshape(-1, query.shape[-1])
-        found = [
-            chunk.keys(self._dtype, *piece).dot(flat)
-            for chunk in self._store.chunks(self.name, end_step=self._end)
-            for piece in chunk.pieces(self._layer.d_in + self._layer.d_out)
-        ]
+        found = [keys.dot(flat) for *_, keys in self._pieces()]
         weights = torch.cat(found, dim=-1) if found else flat.new_zeros(len(flat), 0)
         return weights.reshape(*query.shape[:-1], weights.shape[-1])
 
@@ -143,10 +140,8 @@ class DualLayer:
             return query @ self.learned.T
         flat = query.reshape(-1, query.shape[-1])
         total = torch.zeros(len(flat), len(self._layer.outputs) or self._layer.d_out, dtype=torch.float64)
-        for chunk in self._store.chunks(self.name, end_step=self._end):
-            for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
-                weights = chunk.keys(self._dtype, low, high).dot(flat)
-                total += (weights @ values(chunk, self._coefficients, low, high, self._dtype)).double()
+        for chunk, low, high, keys in self._pieces():
+            total += (keys.dot(flat) @ values(chunk, self._coefficients, low, high, self._dtype)).double()
         return total.to(self._dtype).reshape(*query.shape[:-1], -1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -121,26 +121,39 @@ def forward(
     """
     gradients = Replayed(store, updates, keep=keep)
     kind = KINDS[updates.kind]
-    all_settings = [updates.at(place) for place in range(len(updates.steps))]
     trained = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
-    masked = trained
-    if keep is not None:
-        masked = Moment(trained.weight.clone(), trained.average.clone(), trained.shared)
-    moves_trained = keep is None or not only_masked or any(map(may_blow_up, all_settings))
-    moves_both = keep is not None and moves_trained
+    if keep is None:
+        _walk(gradients, kind, trained)
+        return trained, trained
+    masked = Moment(trained.weight.clone(), trained.average.clone(), trained.shared)
+    _walk_masked(gradients, kind, trained, masked, only_masked)
+    return trained, masked
+
+
+def _walk(gradients: Replayed, kind: Kind, now: Moment) -> None:
+    """Do all updates."""
+    total = gradients.sum()
+    room = torch.empty_like(now.weight)
+    for place, settings in enumerate(gradients.updates.each()):
+        gradient = gradients(gradients.read(place), total)
+        if not _adam_in_one_pass(kind, settings, now, gradient, gradient):
+            step_on(now, kind, settings, gradient, room=room)
+
+
+def _walk_masked(gradients: Replayed, kind: Kind, trained: Moment, masked: Moment, only_masked: bool) -> None:
+    """Do all updates of the trained weight, if it is needed, and of the one beside it."""
     full_sum = gradients.sum()
     kept_sum = gradients.sum()
     room = torch.empty_like(trained.weight)
-    for place, settings in enumerate(all_settings):
+    moves_trained = not only_masked or any(map(may_blow_up, gradients.updates.each()))
+    for place, settings in enumerate(gradients.updates.each()):
         step = gradients.read(place)
         full = gradients(step, full_sum)
         kept = full if step.keeps_all else gradients.kept(step, kept_sum)
-        if not moves_both and _adam_in_one_pass(kind, settings, masked, full, kept):
+        if not moves_trained and _adam_in_one_pass(kind, settings, masked, full, kept):
             continue
         linear = step_on(trained, kind, settings, full, walk=moves_trained, room=room)
-        if keep is not None:
-            linear.apply(masked.weight, masked.average, kept)
-    return trained, masked
+        linear.apply(masked.weight, masked.average, kept)
 
 
 class Backward:

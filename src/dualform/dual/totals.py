@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dualform.layers.keys import part
 from dualform.layers.streams import Layer
-from dualform.native.picked import Picked
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
 
@@ -55,12 +54,10 @@ class View:
         if name not in self._file:
             return found
         kind = torch.float64 if layer.d_in * self.groups.height <= SMALL else queries.dtype
-        asking = queries.to(kind).contiguous()
+        asking = queries.to(kind)
         for low, stretch in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
             sums = part(stretch, columns).to(kind)
-            # On all threads: @ takes one, for one query
-            dots = Picked([(sums, None)]).dots(asking, torch.arange(len(sums)))
-            found[:, low : low + len(sums)] = (sums @ asking.T).T if dots is None else dots
+            found[:, low : low + len(sums)] = asking @ sums.T
         return found
 
     def has_negative_keys(self, layer: Layer) -> bool:

@@ -13,10 +13,9 @@ from dualform.dual.coefficients import Coefficients, is_elementwise, updates_of,
 from dualform.dual.gradients import Keep, Rows, Sum, compute_dtype, kept_rows, uses_of, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.layers.keys import Keys, Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.streams import Layer, Use
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
-from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -136,41 +135,36 @@ def _slots_of_layer(
     store: Store, layer: Layer, found: Coefficients, keep: Keep | None, dtype: torch.dtype, only_errors: bool
 ) -> Iterator[tuple[Keys, Tensor]]:
     """Keys and values of a layer's slots that take part, some at a time."""
-    rooms = (Scratch(dtype), Scratch(dtype))
     read = _some if layer.form == "vectors" else _all
     for chunk in store.addresses(layer.name, begin_step=found.updates.begin, end_step=found.updates.end):
         kept = None if keep is None else keep(chunk)
         if kept is not None and not kept.any():
             continue
         scales = scaled(chunk, found, 0, chunk.slots, dtype)
-        yield from read(chunk, kept, scales, rooms, only_errors)
+        yield from read(chunk, kept, scales, only_errors)
         store.decoded(chunk.chunk.files[SLOTS].size)
 
 
 Kept = np.ndarray[Any, np.dtype[np.bool_]] | None
 
 
-def _some(
-    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Scratch, Scratch], only_errors: bool
-) -> Iterator[tuple[Keys, Tensor]]:
+def _some(chunk: SlotChunk, kept: Kept, scales: Tensor, only_errors: bool) -> Iterator[tuple[Keys, Tensor]]:
     """Keys and values of the slots that take part, a piece at a time: nothing else is read. only_errors: the sum of the values."""
     every = np.arange(chunk.slots) if kept is None else np.flatnonzero(kept)
     for places in chunk.some_pieces(every, chunk.layer.d_in + chunk.layer.d_out):
         scale = scales[torch.from_numpy(places)]
+        errors = chunk.some_errors(places, scales.dtype)
         if only_errors:
-            errors = chunk.some_errors(places, rooms[0])
             yield Vectors(errors[:0]), scale.T @ errors
         else:
-            errors = chunk.some_errors(places, rooms[0], scale)
-            keys = Vectors(chunk.some_keys(places, rooms[1]))
+            errors *= scale
+            keys = Vectors(chunk.some_keys(places, scales.dtype))
             for low in range(0, len(errors), PRODUCT_SLOTS):
                 part = slice(low, low + PRODUCT_SLOTS)
                 yield keys.some(part), errors[part]
 
 
-def _all(
-    chunk: SlotChunk, kept: Kept, scales: Tensor, rooms: tuple[Scratch, Scratch], only_errors: bool
-) -> Iterator[tuple[Keys, Tensor]]:
+def _all(chunk: SlotChunk, kept: Kept, scales: Tensor, only_errors: bool) -> Iterator[tuple[Keys, Tensor]]:
     """Those of all slots, with the value 0 for those that take no part."""
     if kept is not None:
         scales = scales * torch.from_numpy(kept).unsqueeze(1)
@@ -186,19 +180,21 @@ def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
     some = next(iter(weights.values()))
     matrix = some.new_zeros(len(layer.outputs) or layer.d_out, layer.d_in)
     for use in layer.bilinear():
-        found = weights[use.parameter]
-        found = found.reshape(len(found), -1)
+        found = weights[use.parameter].flatten(1)
         found = found[use.rows[0] : use.rows[1]] if use.rows else found
         found = found.T if use.role == "table" else found
         if use.groups > 1:
             found = torch.block_diag(*found.chunk(use.groups))  # type: ignore[no-untyped-call]
         columns = slice(*use.keys) if use.keys else slice(None)
-        ranges = use.errors or (0, len(matrix))
-        place = 0
-        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
-            matrix[low:high, columns] += found[place : place + high - low]
-            place += high - low
+        _add_rows(matrix[:, columns], found, use)
     return matrix
+
+
+def _add_rows(total: Tensor, found: Tensor, use: Use) -> None:
+    """Add what a use makes of its parameter to the outputs that it is of."""
+    ranges = use.errors or (0, len(total))
+    parts = [torch.arange(low, high) for low, high in zip(ranges[::2], ranges[1::2], strict=True)]
+    total[torch.cat(parts)] += found
 
 
 def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
@@ -209,10 +205,5 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
     total = weights[uses[0].parameter].new_zeros(layer.d_out)
     for use in uses:
         found = weights[use.parameter]
-        found = found[use.rows[0] : use.rows[1]] if use.rows else found
-        ranges = use.errors or (0, layer.d_out)
-        place = 0
-        for low, high in zip(ranges[::2], ranges[1::2], strict=True):
-            total[low:high] += found[place : place + high - low]
-            place += high - low
+        _add_rows(total, found[use.rows[0] : use.rows[1]] if use.rows else found, use)
     return total[list(layer.outputs)] if layer.outputs else total

@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.query.conditions import Condition, Where
+from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
 from dualform.query.scan import R, query_blocks, scan, tiles
@@ -34,14 +35,6 @@ class Scores(NamedTuple):
     scores: Tensor
 
 
-class SortedGroups(NamedTuple):
-    """Groups sorted by their values."""
-
-    order: Ints
-    """The place of each in the order in which groups first appeared."""
-    values: pl.DataFrame
-
-
 class Sums(NamedTuple):
     """Totals by group, groups in the order in which they first appeared. A group's position is a `slot_position`."""
 
@@ -52,8 +45,6 @@ class Sums(NamedTuple):
     """(groups,)"""
     described: pl.DataFrame
     """The groups with those columns that are the same for all rows of a group."""
-    sorted: SortedGroups | None = None
-    """The groups sorted by their values, if that is known already."""
 
 
 class Answer:
@@ -104,7 +95,7 @@ class Answer:
         if by is not None:
             return self._top_groups(k, by, where, absolute, order)
         self._needs_slots("single slots")
-        groups = None if per is None else self._scorer.groups(per)
+        groups = None if per is None else self.groups(per)
         request = TopKRequest(k, order, self._selection(where), groups)
         rankings = top_k(self._scorer, request, self._executor)
         if not rankings:  # no slots, hence no groups
@@ -128,7 +119,10 @@ class Answer:
         Totals that were kept for these columns answer it without a scan.
         """
         sums = self.sums(by, where=where, absolute=absolute)
-        order, values = sums.sorted or _sorted_groups(sums.values)
+        # Groups in the order of their values
+        numbered = sums.values.with_row_index(" place").sort(sums.values.columns)
+        order = numbered[" place"].to_numpy().astype(np.int64)
+        values = numbered.drop(" place")
         totals = sums.totals[:, torch.from_numpy(order)]
         # Column by column: for a single query, a join of tables would take longer than the sums
         address = [pl.Series(one.name, np.repeat(one.to_numpy(), len(order))) for one in self._address]
@@ -144,6 +138,11 @@ class Answer:
         pieces = self._selection(where).pieces()
         for tile in tiles(pieces, self._scorer, slice(0, self._scorer.queries)):
             yield Scores(tile.slots, tile.scores.reshape(*self._shape, len(tile.slots)))
+
+    def groups(self, by: str | Sequence[str]) -> Groups:
+        """Return the groups that columns make of the slots, for a reducer of your own: `groups(tile.piece.run)[tile.places]`
+        are the group numbers of a tile's slots, and `groups.values` says which group a number is."""
+        return self._scorer.groups(by)
 
     def reduce(self, reducer: R, *, where: Where | None = None) -> R:
         """Give every score to a reducer of your own (query/scan.py says what one is), and return it."""
@@ -167,7 +166,7 @@ class Answer:
 
     def _scanned_sums(self, by: str | Sequence[str], where: Where | None, absolute: bool) -> Sums:
         scorer = self._scorer
-        groups = scorer.groups(by)
+        groups = self.groups(by)
         selection = self._selection(where)
         totals = torch.zeros(scorer.queries, len(groups), dtype=torch.float64)
         found = Totals(groups, 0, absolute)
@@ -187,14 +186,8 @@ class Answer:
         if stored is None:
             return None
         view, totals = stored
-
-        def sorted_values() -> tuple[pl.DataFrame, SortedGroups]:
-            values = view.groups.select(columns)
-            return values, _sorted_groups(values)
-
-        key = ("groups of totals", *columns)
-        values, ordered = self._scorer.store.cached(key, sorted_values, self._scorer.end)
-        return _without_unused_null(Sums(values, totals, view.visits(self.layer), values, ordered))
+        values = view.groups.select(columns)
+        return _without_unused_null(Sums(values, totals, view.visits(self.layer), values))
 
     def _counts_silent(self) -> bool:
         """Return whether silent slots take part, which stored totals leave out."""
@@ -253,11 +246,6 @@ def check_top(k: object, *, absolute: bool, lowest: bool) -> Order:
     if absolute:
         return "absolute"
     return "lowest" if lowest else "highest"
-
-
-def _sorted_groups(values: pl.DataFrame) -> SortedGroups:
-    numbered = values.with_row_index(" place").sort(values.columns)
-    return SortedGroups(numbered[" place"].to_numpy().astype(np.int64), numbered.drop(" place"))
 
 
 def _without_unused_null(sums: Sums) -> Sums:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
-from dualform.layers.keys import Vectors, part
+from dualform.layers.keys import part
 from dualform.layers.streams import Layer
 from dualform.query.answer import Answer
 from dualform.query.ranking import Order
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import AttentionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
-from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -36,8 +34,6 @@ class AttentionScorer(Scorer):
         self._queries = queries.to("cpu", dtype)
         self._columns = tuple(columns)
         self._by_key: tuple[slice, Tensor] | None = None
-        stored_as_computed = store.manifest.dtype == str(dtype).removeprefix("torch.")
-        self._is_mapped = layer.form != "vectors" or stored_as_computed
 
     @property
     def numbers_per_query(self) -> int:
@@ -45,16 +41,12 @@ class AttentionScorer(Scorer):
         name = self.layer.name
         return self.store.key_count(name) if self.store.has_equal_keys(name) else 0
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int) -> Tensor:
         """Return the attention weights of the slots low to high of a chunk, (queries, slots)."""
         if run.key_numbers is not None:
             numbers = torch.from_numpy(run.key_numbers[low:high])
             return self._weights_by_key(queries).index_select(0, numbers).T
-        if self._is_mapped:
-            return run.keys(self.dtype, low, high).dot(self._queries[queries], self._columns)
-        # Keys must be decoded, for which fresh memory would take longer than the decoding
-        keys = Vectors(run.some_keys(np.arange(low, high), scratch))
-        return keys.dot(self._queries[queries], self._columns)
+        return run.keys(self.dtype, low, high).dot(self._queries[queries], self._columns)
 
     def _weights_by_key(self, queries: slice) -> Tensor:
         """Return the weights of all stored keys, (keys, queries): a key is multiplied once, however many slots share it."""

@@ -24,7 +24,6 @@ from dualform.query.scan import query_blocks
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import ContributionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
-from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -105,7 +104,7 @@ class ContributionScorer(Scorer):
             return max(2 * self._largest_product, self.store.slots(self.layer.name))
         return 2 * self._largest_product if self._sums_positions_first else 0
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int) -> Tensor:
         """Return the contributions of the slots low to high of a chunk, (queries, slots)."""
         if self._is_replayed:
             return self._replay.scores(queries)[:, run.first_slot + low : run.first_slot + high]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,10 +85,7 @@ def top_places(keys: Tensor, k: int, codes: Tensor | None = None, groups: int = 
 
 def columns_by_group(codes: Tensor, groups: int) -> list[Tensor]:
     """Return the places of each group's members, ascending."""
-    numbers = codes.numpy()
-    if groups <= 256:
-        numbers = numbers.astype(np.uint8)  # NumPy sorts bytes in linear time
-    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
+    order = torch.sort(codes, stable=True).indices
     counts = torch.bincount(codes, minlength=groups).tolist()
     return list(torch.split(order, counts))
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, merged, rank_keys, top_places
 from dualform.query.scan import Tile
 
-FEW_GROUPS = 64
-"""Up to this many groups, sums are a product with a 0/1 matrix."""
 NO_SLOT = torch.iinfo(torch.int64).max
 
 
@@ -98,12 +95,7 @@ class Totals:
         """Take in a tile."""
         codes = torch.from_numpy(self._groups(tile.piece.run)[tile.places])
         scores = tile.scores.abs() if self._absolute else tile.scores
-        groups = len(self.totals)
-        if groups <= FEW_GROUPS:
-            membership = one_hot(codes, groups).to(scores.dtype)
-            self.totals += (membership.T @ scores.T).double()
-        else:
-            self.totals.index_add_(0, codes, scores.T.double())
+        self.totals.index_add_(0, codes, scores.T.double())
         self.visits.index_add_(0, codes, torch.ones_like(codes))
         self.first.scatter_reduce_(0, codes, tile.slots, "amin")
 

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.store.memory import Scratch
-
 if TYPE_CHECKING:
     from dualform.query.scorer import Scorer
 
@@ -115,8 +113,6 @@ def tiles(pieces: Iterable[Piece], scorer: Scorer, queries: slice) -> Iterator[T
     """Compute all scores of some queries, in the order of slot numbers."""
     count = queries.stop - queries.start
     numbers_per_slot = max(scorer.layer.d_in + scorer.layer.d_out, count * scorer.numbers_per_score)
-    # Memory to decode vectors in. It belongs to the scan, not to the scorer, which several threads may share.
-    scratch = Scratch(scorer.dtype)
     for piece in pieces:
         run = piece.run
         for low, high in run.pieces(numbers_per_slot):
@@ -125,7 +121,7 @@ def tiles(pieces: Iterable[Piece], scorer: Scorer, queries: slice) -> Iterator[T
                 places = places[piece.selected[low:high]]
             if not len(places):
                 continue
-            scores = scorer.score(queries, run, low, high, scratch)
+            scores = scorer.score(queries, run, low, high)
             if len(places) < high - low:
                 scores = scores[:, torch.from_numpy(places - low)]
             yield Tile(torch.from_numpy(places + run.first_slot), scores, piece, places)

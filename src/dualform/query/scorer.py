@@ -19,7 +19,6 @@ from dualform.query.groups import Groups
 from dualform.query.scan import Bools, Piece
 from dualform.query.search.index import Index
 from dualform.query.slots import describe, has_silent, written
-from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 
 
@@ -43,11 +42,8 @@ class Scorer(ABC):
         self.dtype = dtype
 
     @abstractmethod
-    def score(self, queries: slice, run: Any, low: int, high: int, scratch: Scratch) -> Tensor:
-        """Return the scores of some queries for the slots low to high of a run, (queries, slots).
-
-        scratch: memory to decode vectors in, valid until the next tile of the same scan.
-        """
+    def score(self, queries: slice, run: Any, low: int, high: int) -> Tensor:
+        """Return the scores of some queries for the slots low to high of a run, (queries, slots)."""
 
     @property
     def numbers_per_score(self) -> int:

@@ -14,6 +14,7 @@ import polars as pl
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.tables import row_series
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -43,17 +44,10 @@ def describe(store: Store, layer: str, slots: np.ndarray[Any, Any], end: int) ->
             *(table[name] for name in columns),
             pl.Series("backward", backward, pl.Int64),
             pl.Series("call", call, pl.Int64),
-            _row_column(row).alias("row"),
+            row_series(row).alias("row"),
             pl.Series("slot_position", position, pl.Int64),
         ]
     )
-
-
-def _row_column(rows: Ints) -> pl.Series:
-    """Return the numbers of rows; null where there is no row."""
-    without = rows == NO_ROW
-    column = pl.Series(rows, dtype=pl.Int64)
-    return column.set(pl.Series(without), None) if without.any() else column
 
 
 def _blocks(store: Store, layer: str, end: int) -> tuple[Ints, Ints]:
@@ -72,7 +66,7 @@ def addresses(store: Store, layer: str, end: int) -> pl.DataFrame:
 
 def _addresses(chunk: SlotChunk) -> pl.DataFrame:
     columns = {
-        "row": _row_column(chunk.rows()),
+        "row": row_series(chunk.rows()),
         "step": chunk.per_slot(chunk.blocks[:, 0]),
         "position": chunk.positions(),
         "silent": ~written(chunk),

@@ -26,8 +26,6 @@ TOP = 15
 """Stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow."""
 UNIT = 126 + TOP
 """The exponent of such a norm in the bits of a float32: the vector is stored unscaled."""
-STRETCH = 512
-"""This many vectors are decoded at a time, so that they stay in the cache."""
 SMALLEST_POWER = -100
 LARGEST_POWER = 127
 """Powers of two beyond these would themselves overflow in float32."""
@@ -62,29 +60,9 @@ class Encoded:
         """Return the first vectors, as a view."""
         return Encoded(self.data[:count], self.scales(slice(0, count)))
 
-    def decoded(self, places: Tensor, out: Tensor, times: Tensor | None = None) -> Tensor:
-        """Decode some of the vectors, by their places, into `out`. times: (n, 1), multiplies each of them."""
-        times = _times_powers(self.scales(places), out.dtype, times)
-        if self.data.dtype != out.dtype and not _is_consecutive(places):
-            self._convert(places, out, times)
-            return out
-        if _is_consecutive(places):
-            first = int(places[0]) if len(places) else 0
-            out.copy_(self.data[first : first + len(places)])
-        else:
-            torch.index_select(self.data, 0, places, out=out)
-        return out if times is None else out.mul_(times)
-
-    def _convert(self, places: Tensor, out: Tensor, times: Tensor | None) -> None:
-        """Gather and convert vectors a stretch at a time: the gathered ones are then still in the cache."""
-        buffer = self.data.new_empty(min(len(places), STRETCH), self.data.shape[1])
-        for low in range(0, len(places), STRETCH):
-            here = slice(low, low + STRETCH)
-            wanted = places[here]
-            gathered = torch.index_select(self.data, 0, wanted, out=buffer[: len(wanted)])
-            converted = out[here].copy_(gathered)
-            if times is not None:
-                converted.mul_(times[here])
+    def some(self, places: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some of the vectors, by their places, decoded."""
+        return decode(self.data.index_select(0, places), self.scales(places), dtype)
 
     def take(self, places: Ints) -> Encoded:
         """Copy some of the vectors.
@@ -94,22 +72,6 @@ class Encoded:
         """
         exponents = None if self.exponents is None else torch.from_numpy(self.exponents.numpy()[places])
         return Encoded(torch.from_numpy(self.data.numpy()[places]), exponents)
-
-
-def _times_powers(exponents: Tensor | None, dtype: torch.dtype, times: Tensor | None) -> Tensor | None:
-    """Return what multiplies each vector, (n, 1): its power of two × `times`; None: nothing."""
-    if exponents is None or not bool(exponents.any()):
-        return times
-    powers = torch.exp2(exponents.to(dtype)).unsqueeze(1)
-    return powers if times is None else powers * times
-
-
-def _is_consecutive(places: Tensor) -> bool:
-    if not len(places):
-        return True
-    # The length alone decides most cases, but not all: places of shared keys come in any order
-    has_length = int(places[-1]) - int(places[0]) + 1 == len(places)
-    return has_length and bool((places.diff() == 1).all())
 
 
 @dataclass(slots=True)
@@ -226,10 +188,11 @@ def encode_numbers(numbers: Tensor) -> Encoded:
     return Encoded(numbers.detach().cpu().to(torch.int32, copy=True).contiguous(), None)
 
 
-def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return vectors in a type that can be computed with. out: memory to use, if they must be copied at all."""
-    if data.dtype == dtype and exponents is None:
-        return data
-    decoded = data.to(dtype) if out is None else out[: len(data)].copy_(data)
-    times = _times_powers(exponents, dtype, None)
-    return decoded if times is None else decoded.mul_(times)
+def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return vectors in a type that can be computed with; a view if they are stored in it."""
+    decoded = data.to(dtype)
+    if exponents is None or not bool(exponents.any()):
+        return decoded
+    powers = torch.exp2(exponents.to(dtype)).unsqueeze(1)
+    # Not in place, if nothing was converted: the stored vectors stay as they are
+    return decoded * powers if decoded is data else decoded.mul_(powers)

@@ -18,19 +18,6 @@ BLOCKS = 32
 """A slab holds this many blocks, if they fit."""
 
 
-class Scratch:
-    """Scratch memory for one matrix at a time."""
-
-    def __init__(self, dtype: torch.dtype):
-        self._memory = torch.empty(0, dtype=dtype)
-
-    def __call__(self, n: int, m: int) -> Tensor:
-        """Return a matrix with any content, valid until the next call."""
-        if self._memory.numel() < n * m:
-            self._memory = self._memory.new_empty(n * m)
-        return self._memory[: n * m].view(n, m)
-
-
 class Slab:
     """A stretch of memory that is filled step by step, and used again once all its parts have been given back."""
 

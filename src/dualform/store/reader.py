@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -18,10 +17,9 @@ from dualform.recursions import KINDS
 from dualform.store import tables
 from dualform.store.catalog import Catalog
 from dualform.store.consistency import check_table, check_tensors
-from dualform.store.encoding import STRETCH, Encoded, decode
+from dualform.store.encoding import Encoded, decode
 from dualform.store.files import Files, address
 from dualform.store.format import (
-    NO_ROW,
     ROWS,
     SLOTS,
     STEPS,
@@ -31,15 +29,14 @@ from dualform.store.format import (
 )
 from dualform.store.labels import Label, chunk_about, require_chunk, require_session
 from dualform.store.memory import give_back
-from dualform.store.slots import Ints, SlotChunk
-from dualform.store.tables import row_types
+from dualform.store.slots import Ints, SlotChunk, stored_vectors
+from dualform.store.tables import row_series, row_types
 from dualform.store.tensors import TensorFile
 
+STRETCH = 512
+"""This many vectors are decoded at a time, so that they stay in the cache."""
 READ_BYTES = 256 << 20
 """When chunks of this size together have been read, the memory that they were decoded into is given back."""
-
-WHOLE = 1 << 20
-"""A table of this many rows is read as a whole."""
 
 
 class Store(Catalog):
@@ -54,7 +51,6 @@ class Store(Catalog):
         self._cut_chunks: set[int] = set()
         """Chunks that a resumed run has cut, whose counts are yet to be checked."""
         self._slot_files: dict[int, TensorFile] = {}
-        self._read_rows: dict[int, pl.DataFrame] = {}
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -63,34 +59,13 @@ class Store(Catalog):
         tables_of = (self.rows_in(place) for place in range(len(self.manifest.chunks)))
         return pl.concat([empty, *tables_of], rechunk=True)
 
-    def _some_rows(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
-        """Return rows by their numbers; of a long table that nobody has needed yet, only the chunks that hold them are read."""
-        if "rows" in vars(self):
-            return _taken(self.rows, columns, rows)
-        counts = np.array([chunk.rows for chunk in self.manifest.chunks], dtype=np.int64)
-        ends = np.cumsum(counts)
-        home = np.searchsorted(ends, rows, side="right")
-        needed, which = np.unique(home, return_inverse=True)
-        tables_read = self._read_rows  # fetched once: another thread may begin a new dictionary
-        are_few = len({*needed.tolist(), *list(tables_read)}) <= len(counts) // 4
-        if counts.sum() <= WHOLE or not are_few or not len(rows):
-            self._read_rows = {}
-            return _taken(self.rows, columns, rows)
-        for place in needed.tolist():
-            if place not in tables_read:
-                tables_read[place] = self.rows_in(place)
-        joined = pl.concat([tables_read[place] for place in needed.tolist()])
-        begin = np.cumsum(counts[needed]) - counts[needed]
-        return _taken(joined, columns, begin[which] + rows - (ends - counts)[home])
-
     def _rows_or_nulls(self, rows: Ints, columns: list[str]) -> pl.DataFrame:
         """Rows by their numbers; a line of nulls for NO_ROW."""
-        known = rows != NO_ROW
-        if known.all():
-            return self._some_rows(rows, columns)
-        table = self._some_rows(rows[known], columns)
-        places = pl.Series(np.cumsum(known) - 1, dtype=pl.Int64).set(pl.Series(~known), None)
-        return pl.DataFrame([table[name].gather(places) for name in columns])
+        places = row_series(rows)
+        if places.null_count():
+            return self.rows.select(pl.col(columns).gather(places))
+        # Column by column: a whole table's would be taken by Polars' threads, which wait for PyTorch's to sleep
+        return pl.DataFrame([self.rows[name][rows] for name in columns])
 
     def rows_in(self, place: int) -> pl.DataFrame:
         """The rows of one chunk."""
@@ -209,23 +184,12 @@ class Store(Catalog):
         number, _ = self.layer(name)
         return sum(chunk.keys[number] for chunk in self.manifest.chunks)
 
-    def distinct_keys(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The stored keys of a layer, chunk by chunk: (number of the first, keys (n, d_in))."""
-        for first, keys in self.stored(name, "key"):
-            yield first, decode(keys.data, keys.exponents, dtype)
-
     def passing(self, name: str, what: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The stored vectors of a layer in short stretches: (number of the first, vectors). Good until the next are asked for.
-
-        They are decoded into the same memory again and again: fresh pages cost more than the decoding.
-        """
-        out = torch.empty(0, 0, dtype=dtype)
+        """The stored vectors of a layer, decoded, some at a time: (number of the first, vectors)."""
         for first, chunk in self.stored(name, what):
-            if not out.numel():
-                out = torch.empty(STRETCH, chunk.data.shape[1], dtype=dtype)
             for low in range(0, len(chunk.data), STRETCH):
                 here = slice(low, low + STRETCH)
-                yield first + low, decode(chunk.data[here], chunk.scales(here), dtype, out)
+                yield first + low, decode(chunk.data[here], chunk.scales(here), dtype)
 
     def stored(self, name: str, what: str) -> Iterator[tuple[int, Encoded]]:
         """Yield the keys or error signals of a layer as they are stored, chunk by chunk: (number of the first, vectors).
@@ -239,55 +203,40 @@ class Store(Catalog):
                 yield first, self._encoded(place, number, what).first_vectors(count)
             first += count
 
-    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d).
-
-        out: memory to use for it.
-        """
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
+        """Return keys by their numbers, or error signals by those of their slots, from whichever chunk holds them, (n, d)."""
         counts = self._counts(number, what)
         ends = np.cumsum(counts)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
             raise StoreDamagedError(f"{self.location} is damaged: a slot names a key that is not there.")
-        home = np.searchsorted(ends, wanted, side="right")
         layer = self.manifest.layers[number]
         width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
-        gathered = torch.empty(len(wanted), width, dtype=dtype) if out is None else out
-        if not bool((np.diff(home) >= 0).all()):
-            order = np.argsort(home, kind="stable")
-            gathered[torch.from_numpy(order)] = self.gather(number, what, wanted[order], dtype)
-            return gathered
-        # In order, each chunk's vectors come together
-        rows = torch.from_numpy(wanted - (ends - counts)[home])
-        cuts = [0, *(np.flatnonzero(np.diff(home)) + 1).tolist(), len(home)]
-        for low, high in pairwise(cuts if len(home) else []):
-            self._encoded(int(home[low]), number, what).decoded(rows[low:high], gathered[low:high])
+        gathered = torch.empty(len(wanted), width, dtype=dtype)
+        home = np.searchsorted(ends, wanted, side="right")
+        for place in np.unique(home).tolist():
+            here = np.flatnonzero(home == place)
+            rows = wanted[here] - (ends[place] - counts[place])
+            vectors = self._encoded(place, number, what).some(torch.from_numpy(rows), dtype)
+            gathered.index_copy_(0, torch.from_numpy(here), vectors)
         return gathered
 
     def picked(self, number: int, what: str) -> Picked:
         """Return all keys or error signals of a layer, for random access with few queries."""
-        return self.cached(("picked", number, what), lambda: self._find_picked(number, what))
+        name = self.manifest.layers[number].name
 
-    def _find_picked(self, number: int, what: str) -> Picked:
-        tables_of_vectors = []
-        for place, count in enumerate(self._counts(number, what)):
-            if count:
-                vectors = self._encoded(place, number, what).first_vectors(count)
-                tables_of_vectors.append((vectors.data, vectors.exponents))
-        return Picked(tables_of_vectors)
+        def find() -> Picked:
+            return Picked([(vectors.data, vectors.exponents) for _, vectors in self.stored(name, what)])
+
+        return self.cached(("picked", number, what), find)
 
     def _counts(self, number: int, what: str) -> list[int]:
         return [(chunk.keys if what == "key" else chunk.slots)[number] for chunk in self.manifest.chunks]
 
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
-        """Return a layer's vectors in one chunk, without exponents if all of them are zero."""
-        return self.cached(("vectors", place, number, what), lambda: self._find_encoded(place, number, what))
-
-    def _find_encoded(self, place: int, number: int, what: str) -> Encoded:
-        file = self._chunk_file(place)
-        name = f"{number}.{what}_exponents"
-        exponents = file[name] if name in file else None
-        is_scaled = exponents is not None and bool(exponents.any())
-        return Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
+        """Return a layer's vectors in one chunk."""
+        return self.cached(
+            ("vectors", place, number, what), lambda: stored_vectors(self._chunk_file(place), number, what)
+        )
 
     def _chunk_file(self, place: int) -> TensorFile:
         """The slots of a chunk, once their label and their shapes are known to fit the manifest."""
@@ -414,8 +363,3 @@ class Store(Catalog):
 def _path(place: int, name: str) -> str:
     """A file of a chunk, by its path within the store."""
     return f"{chunk_name(place)}/{name}"
-
-
-def _taken(table: pl.DataFrame, columns: list[str], rows: Ints) -> pl.DataFrame:
-    """Some rows. Column by column: a whole table's would be taken by Polars' threads, which wait for PyTorch's to sleep."""
-    return pl.DataFrame([table[name][rows] for name in columns])

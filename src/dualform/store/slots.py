@@ -19,20 +19,19 @@ from dualform.store.consistency import check_blocks
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import NO_ROW, Chunk
 from dualform.store.labels import Label
-from dualform.store.memory import Scratch
 from dualform.store.tensors import TensorFile
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 N = TypeVar("N", bound=np.generic)
-PIECE_BYTES = 32 << 20
-"""How much of a chunk is decoded at a time."""
+PIECE_BYTES = 8 << 20
+"""How much of a chunk is decoded at a time: the C library uses memory of this size again, fresh pages would cost as much as decoding."""
 
 
 class KeyStore(Protocol):
     """What holds the keys of all chunks."""
 
-    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
         """Keys of a layer by their numbers."""
 
 
@@ -222,17 +221,15 @@ class SlotChunk:
             raise self._damaged(f"a key of {self.layer.name!r} is not among its {self.layer.d_in} inputs")
         return places
 
-    def some_keys(self, places: Ints, room: Scratch) -> Tensor:
+    def some_keys(self, places: Ints, dtype: torch.dtype) -> Tensor:
         """The keys (vectors) of some slots, by their places in ascending order."""
-        out = room(len(places), self.layer.d_in)
         if self.key_numbers is not None:
-            return self.store.gather(self.number, "key", self.key_numbers[places], out.dtype, out)
-        return self._encoded("key").decoded(torch.from_numpy(places), out)
+            return self.store.gather(self.number, "key", self.key_numbers[places], dtype)
+        return self._encoded("key").some(torch.from_numpy(places), dtype)
 
-    def some_errors(self, places: Ints, room: Scratch, times: Tensor | None = None) -> Tensor:
-        """Their error signals. times: (n, 1), multiplies each of them."""
-        out = room(len(places), len(self.layer.outputs) or self.layer.d_out)
-        return self._encoded("error").decoded(torch.from_numpy(places), out, times)
+    def some_errors(self, places: Ints, dtype: torch.dtype) -> Tensor:
+        """Their error signals."""
+        return self._encoded("error").some(torch.from_numpy(places), dtype)
 
     def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
         """Return the feature maps of some rows of one block; they lie one after the other, flat, and blocks differ in their size."""
@@ -270,9 +267,15 @@ class SlotChunk:
         return decode(stored.data[here], stored.scales(here), dtype)
 
     def _encoded(self, what: str) -> Encoded:
-        name = f"{self.number}.{what}_exponents"
-        exponents = self.file[name] if name in self.file else None
-        return Encoded(self.file[f"{self.number}.{what}s"], exponents)
+        return stored_vectors(self.file, self.number, what)
+
+
+def stored_vectors(file: TensorFile, number: int, what: str) -> Encoded:
+    """Return a layer's keys or error signals in a file, without exponents if all of them are zero. what: "key" or "error"."""
+    name = f"{number}.{what}_exponents"
+    exponents = file[name] if name in file else None
+    is_scaled = exponents is not None and bool(exponents.any())
+    return Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
 
 
 def _at_a_time(width: int) -> int:

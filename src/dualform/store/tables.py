@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from dualform.store.files import WritableFiles
-from dualform.store.format import Column, File, checksum
+from dualform.store.format import NO_ROW, Column, File, checksum
 from dualform.store.labels import LABEL
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ def row_types(columns: Sequence[Column]) -> dict[str, pl.DataType]:
         inner = TYPES[column.type]
         types[column.name] = inner if column.per == "row" else pl.List(inner)
     return types
+
+
+def row_series(rows: np.ndarray[Any, np.dtype[np.int64]]) -> pl.Series:
+    """Return the numbers of rows; null for NO_ROW."""
+    numbers = pl.Series(rows, dtype=pl.Int64)
+    without = rows == NO_ROW
+    return numbers.set(pl.Series(without), None) if without.any() else numbers
 
 
 def write_table(files: WritableFiles, name: str, table: pl.DataFrame, label: str) -> File:

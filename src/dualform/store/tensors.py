@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -35,7 +34,7 @@ TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
 AXES = 32
 """Axes of an array, at most."""
 
-A = TypeVar("A", bound=Sized)
+A = TypeVar("A", "Array", "Tensor")
 Header = dict[str, dict[str, Any]]
 
 
@@ -141,24 +140,19 @@ class CheckedFile(ABC, Generic[A]):
     def stretches(self, name: str, rows: int) -> Iterator[tuple[int, A]]:
         """Yield an array in stretches of this many rows, each with the number of its first row.
 
-        The checksum is computed meanwhile, by a thread of its own, so that an array larger than memory is read once: damage is
-        raised in the place of the last stretch.
+        The checksum is computed meanwhile, so that an array larger than memory is read once: damage is raised in the place of the
+        last stretch.
         """
-        if name in self._checked:
-            yield from _stretches(self._checked[name], rows)
-            return
         array = self._unchecked(name)
         total = xxhash.xxh3_64()
-        with ThreadPoolExecutor(1) as executor:
-            updates: list[Future[None]] = []
-            for low, stretch in _stretches(array, rows):
-                updates.append(executor.submit(total.update, self._bytes(stretch).data))
-                if low + rows >= len(array):
-                    for update in updates:
-                        update.result()
-                    self._compare(name, total.hexdigest())
-                    self._checked[name] = array
-                yield low, stretch
+        for low in range(0, max(1, len(array)), rows):
+            stretch = array[low : low + rows]
+            if name not in self._checked:
+                total.update(self._bytes(stretch).data)
+            if name not in self._checked and low + rows >= len(array):
+                self._compare(name, total.hexdigest())
+                self._checked[name] = array
+            yield low, stretch
 
     def _unchecked(self, name: str) -> A:
         if name not in self:
@@ -199,11 +193,6 @@ class TensorFile(CheckedFile["Tensor"]):
 
         data: Bytes = array.reshape(-1).view(torch.uint8).numpy()
         return data
-
-
-def _stretches(array: Any, rows: int) -> Iterator[tuple[int, Any]]:
-    for low in range(0, max(1, len(array)), rows):
-        yield low, array[low : low + rows]
 
 
 def tensor_checksum(tensor: Tensor) -> str:

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 import dualform
 from dualform.errors import QuestionError
 from dualform.native import highest, picked
+from dualform.query import search
 from dualform.query.ranking import rank_keys
 from dualform.query.search import bounds as bounding
 from dualform.query.search import candidates, index
@@ -209,7 +210,7 @@ def test_answers_are_those_of_a_full_scan(tmp_path, always, question, way, per, 
         for layer in dual.layers:
             bounded = getattr(moment, question)(INPUTS)[layer].top(4, **way, **per)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(index, "FEWEST_SLOTS", 1 << 40)
+                patch.setattr(search, "USE_INDEX", False)
                 every = getattr(moment, question)(INPUTS)[layer].top(1000, **way, **per)
             [value] = {"weight", "contribution"} & set(every.columns)
             assert bounded["rank"].max() == 4
@@ -286,7 +287,7 @@ def test_the_best_of_each_group_where_slots_share_keys(always, epochs, k, per, a
         always.setattr(candidates, name, value)
     queries = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     bounded = epochs.attend(queries)["0"].top(k, per=per)
-    always.setattr(index, "FEWEST_SLOTS", 1 << 40)
+    always.setattr(search, "USE_INDEX", False)
     plain = epochs.attend(queries)["0"].top(k, per=per)
     assert bounded.drop("weight").equals(plain.drop("weight"))
     assert np.allclose(bounded["weight"], plain["weight"], rtol=1e-5)

@@ -73,7 +73,9 @@ def test_a_resumed_run_has_the_slots_that_count(duals):
 
 def test_the_key_of_each_slot(dual):
     """By its number among the stored keys, it is the key that the slot had."""
-    stored = torch.cat([torch.zeros(0, 5), *(keys for _, keys in dual.store.distinct_keys("0", torch.float64))])
+    stored = torch.cat(
+        [torch.zeros(0, 5), *(keys.clone() for _, keys in dual.store.passing("0", "key", torch.float64))]
+    )
     keys = dual.layer("0").keys
     numbers = key_numbers(dual.store, "0", dual.end_step, torch.arange(len(keys)))
     assert torch.equal(stored[numbers], keys)

@@ -27,7 +27,6 @@ from dualform.query.influence.segments import Window, windows
 from dualform.query.scan import Bools
 from dualform.query.scorer import Scorer
 from dualform.query.slots import has_silent, rows_written
-from dualform.store.memory import Scratch
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -45,7 +44,7 @@ class RowInfluenceScorer(Scorer):
         self.layers = list(layers)
         self.scored = scored
 
-    def score(self, queries: slice, run: RowWindow, low: int, high: int, scratch: Scratch) -> Tensor:
+    def score(self, queries: slice, run: RowWindow, low: int, high: int) -> Tensor:
         """Return the scores of the rows low to high of a window, (queries, rows)."""
         place, first, _ = run.window
         window = Window(place, first + low, first + high)
@@ -120,7 +119,7 @@ class SlotInfluenceScorer(Scorer):
             inside &= ~run.shared
         return run.per_slot(inside)
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int, scratch: Scratch) -> Tensor:
+    def score(self, queries: slice, run: SlotChunk, low: int, high: int) -> Tensor:
         """Return the scores of the slots low to high of a chunk, (queries, slots); 0 outside of all segments."""
         scores = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
         steps = run.blocks[:, 0]

@@ -25,7 +25,6 @@ from dualform.query.ranking import Ranking, rank_keys, side_by_side, stacked
 from dualform.query.reducers import TopK
 from dualform.query.scan import Bools
 from dualform.query.search.index import TopKRequest
-from dualform.store.memory import Scratch
 from dualform.store.slots import PIECE_BYTES
 
 TILE_BYTES = 64 << 20
@@ -113,14 +112,13 @@ class RowIndex:
         count = queries.stop - queries.start
         numbers_per_row = count * (len(self.layers) + 2)
         size = max(1, min(MOST_ROWS, TILE_BYTES // (self.dtype.itemsize * max(1, numbers_per_row))))
-        scratch = Scratch(self.dtype)
         best = [TopK(count, request.k, request.order, self.dtype) for _ in self.scored.segments]
         for number, segment in reversed(list(enumerate(self.scored.segments))):
             for window in windows(self.scored.store, segment.first_row, segment.end_row, size):
                 known = side_by_side([one.ranking for one in best[number:]])
                 threshold = _kth_key(known, request)
                 selected = request.selection(RowWindow(number, window))
-                bounded = _BoundedWindow(self, number, window, queries, scratch)
+                bounded = _BoundedWindow(self, number, window, queries)
                 rows = bounded.candidates(threshold, selected)
                 best[number].insert(torch.from_numpy(rows + window.begin), bounded.score(rows))
         return side_by_side([one.ranking for one in best]).best(request.k, request.order)
@@ -136,11 +134,10 @@ def _kth_key(known: Ranking, request: TopKRequest) -> Tensor | None:
 class _BoundedWindow:
     """The rows of a window: bounds from their error signals alone, then the scores of some."""
 
-    def __init__(self, index: RowIndex, segment: int, window: Window, queries: slice, scratch: Scratch):
+    def __init__(self, index: RowIndex, segment: int, window: Window, queries: slice):
         self._index = index
         self._window = window
         self._queries = queries
-        self._scratch = scratch
         count = queries.stop - queries.start
         self._bound = torch.zeros(count, window.end - window.begin, dtype=index.dtype)
         self._parts: list[tuple[Layer, Products, RowPiece, Tensor]] = []
@@ -160,7 +157,7 @@ class _BoundedWindow:
         [linear_map] = linear_maps(layer)
         first_row = scored.segments[segment].first_row
         for piece in row_pieces(chunk, self._window.begin, self._window.end, layer.d_out):
-            errors = piece.chunk.some_errors(np.arange(piece.low, piece.high), self._scratch)
+            errors = piece.errors(self._index.dtype)
             slopes = product.slopes_along(self._queries, linear_map.error_side(Vectors(errors), errors))
             slopes *= piece.loss_divisors(scored.loss_mean, self._index.dtype)
             begin = piece.first_row - first_row
@@ -188,7 +185,7 @@ class _BoundedWindow:
                 continue
             places = rows[begin:end] - low
             [linear_map] = linear_maps(layer)
-            keys = linear_map.key_side(Vectors(piece.chunk.some_keys(places + piece.low, self._scratch)))
+            keys = linear_map.key_side(Vectors(piece.chunk.some_keys(places + piece.low, self._index.dtype)))
             weights = product.weights(self._queries, keys)
             scores[:, begin:end] += weights.mul_(slopes[:, torch.from_numpy(places)])
         return scores

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,34 +166,27 @@ class OneHotProducts:
     """
 
     def __init__(self, numbers: Tensor, slopes: Tensor):
-        positions = numbers.shape[1]
-        order = numbers.reshape(-1).argsort(stable=True)
-        self._numbers = numbers.reshape(-1)[order].numpy()
-        self._slopes = slopes.flatten(0, 2)[order]
-        self._example = order // max(positions, 1)
+        self._by_example = [_summed_by_number(*one) for one in zip(numbers, slopes[:, :, 0], strict=True)]
 
     def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
         """keys (n,), errors (n, 1, outputs) → (examples, n)."""
-        found = errors.new_zeros(len(keys), examples.stop - examples.start)
-        order = keys.argsort(stable=True)
-        numbers = keys[order].numpy()
-        shared = np.intersect1d(numbers, self._numbers)
-        for number in shared[shared >= 0].tolist():  # −1 is a key of zeros
-            low, high = np.searchsorted(numbers, [number, number + 1])
-            first, last = np.searchsorted(self._numbers, [number, number + 1])
-            asking = self._example[first:last]
-            here = torch.nonzero((asking >= examples.start) & (asking < examples.stop))[:, 0]
-            if len(here):
-                slots = order[low:high]
-                along = errors[slots, 0] @ self._slopes[first:last][here].T
-                sums = along.new_zeros(len(slots), found.shape[1])
-                found[slots] = sums.index_add_(1, asking[here] - examples.start, along)
-        return found.T
+        found = errors.new_zeros(examples.stop - examples.start, len(keys))
+        for scores, (numbers, slopes) in zip(found, self._by_example[examples], strict=True):
+            slots = torch.nonzero(torch.isin(keys, numbers) & (keys >= 0))[:, 0]  # −1 is a key of zeros
+            places = torch.searchsorted(numbers, keys[slots])
+            scores[slots] = (slopes[places] * errors[slots, 0]).sum(1)
+        return found
 
     def of_rows(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
         """Return the same, summed over the positions of each row: (examples, n / positions)."""
         count = examples.stop - examples.start
         return self.of_slots(examples, keys, errors).reshape(count, -1, positions).sum(2)
+
+
+def _summed_by_number(numbers: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct numbers, ascending, and the sum of the slopes of each. numbers (positions,), slopes (positions, outputs)."""
+    distinct, places = torch.unique(numbers, return_inverse=True)
+    return distinct, slopes.new_zeros(len(distinct), slopes.shape[1]).index_add_(0, places, slopes)
 
 
 def plain_products(query: MapQuery) -> Products | OneHotProducts:

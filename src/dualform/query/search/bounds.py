@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -109,8 +108,6 @@ class Products:
         self._vectors = vectors
         self._numbers = numbers
         self._sketched = vectors.sketch.of(queries)
-        self._is_identity = torch.equal(numbers, torch.arange(len(vectors.sketch.lengths)))
-        """Whether the members are all vectors, in their order: nothing need be looked up."""
 
     @property
     def lengths(self) -> Tensor:
@@ -130,13 +127,12 @@ class Products:
         own = self._sketched.near[queries]
         own_rests = self._sketched.rest[queries]
         near, rests = self._vectors.sketch.vectors
-        if self._is_identity and len(places) == len(rests):
-            return _product(own, torch.split(near, STRETCH)), own_rests, rests
         numbers = self._numbers[places]
         rests = rests.index_select(0, numbers)
         found = self._vectors.sketch.table.dots(own, numbers)
         if found is None:
-            found = _product(own, (near.index_select(0, some) for some in torch.split(numbers, STRETCH)))
+            parts = [own @ near.index_select(0, some).to(own.dtype).T for some in torch.split(numbers, STRETCH)]
+            found = torch.cat(parts, 1)
         return found, own_rests, rests
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
@@ -146,12 +142,6 @@ class Products:
             return self._vectors.dots(self._queries[queries], numbers)
         distinct, positions = torch.unique(numbers, return_inverse=True)
         return self._vectors.dots(self._queries[queries], distinct)[:, positions]
-
-
-def _product(queries: Tensor, stretches: Iterable[Tensor]) -> Tensor:
-    """Return queries (m, d) · vectors, which come some at a time, (m, n)."""
-    found = [queries @ vectors.to(queries.dtype).T for vectors in stretches]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 class AttentionBounds:
