@@ -11,7 +11,8 @@ from dualform.explorer.server import Server, is_interactive
 from dualform.explorer.session import Session
 from dualform.explorer.showing import Show
 from dualform.explorer.subject import ClassNames, Draw, Subject, check_sizes, subject
-from dualform.explorer.text import Language
+from dualform.explorer.text import Language, language_of
+from dualform.language.documents import RecordedDocuments
 
 __all__ = ["Language", "Server", "Session", "Subject", "check_sizes", "explore", "fit_drawing", "subject"]
 
@@ -27,6 +28,7 @@ def explore(
     label: str = "label",
     draw: Draw | None = None,
     language: Language | None = None,
+    tokenizer: Any = None,
     title: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -34,6 +36,8 @@ def explore(
     block: bool | None = None,
 ) -> Server:
     """Serve the page; `Dual.explore` says what the arguments are."""
+    if tokenizer is not None and language is None:
+        language = language_of(RecordedDocuments(dual, tokenizer, by if isinstance(by, str) else by[-1]))
     found = subject(
         dual, train, test,
         class_names=class_names, by=by, label=label, show=show, draw=draw, title=title, language=language,

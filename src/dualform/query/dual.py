@@ -405,7 +405,7 @@ class Dual:
         train: what the column `by` numbers, an array or dataset of inputs or (input, label) pairs; with by=("task", "sample_id"),
         a dictionary of such. test: inputs with labels, (inputs, labels) or a dataset, or a dictionary of such.
         Options: class_names=[…]; show=function of an input that gives an array, a text or a vector ("image" | "vector" | "text");
-        by="sample_id"; label="label"; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
+        by="sample_id"; label="label"; tokenizer=: of a Transformer, whose documents `by` names, for prompts; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
         block=: whether to wait (default: not in a notebook). Returns the server, with `url`, which has the token that every
         visitor needs, and `close()`.
         """
