@@ -1,5 +1,10 @@
+import copy
 import functools
+import io
 import random
+import threading
+import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
@@ -9,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import spectral_norm
 
-from dualform.layers.module_copy import MOST_PARTS, Copier
+from dualform.layers.module_copy import MOST_PARTS, Copier, rebind_forwards
 
 
 class Busy(nn.Module):
@@ -150,6 +155,41 @@ def test_a_wrapped_forward_runs_the_copy():
     copied = Copier().copy(module)
     copied(torch.randn(4, 3))
     assert (module.calls, copied.calls) == (0, 1)
+
+
+def test_a_method_that_was_put_in_the_place_of_forward_runs_the_copy():
+    module = Busy()
+    original = module.forward
+    module.forward = types.MethodType(lambda self, x: original(x), module)
+    copied = Copier().copy(module)
+    copied(torch.randn(4, 3))
+    assert (module.calls, copied.calls) == (0, 1)
+
+
+def test_a_wrapped_forward_of_a_deep_copy_runs_that_copy():
+    module = Busy()
+    original = module.forward
+    module.forward = lambda x: original(x)
+    copied = copy.deepcopy(module)
+    rebind_forwards(module, copied)
+    copied(torch.randn(4, 3))
+    assert (module.calls, copied.calls) == (0, 1)
+
+
+@pytest.mark.parametrize("part", [threading.Thread(), io.BytesIO()], ids=["thread", "file"])
+def test_what_runs_or_is_open_is_shared_with_all_that_owns_it(part):
+    module = nn.Identity()
+    module.trainer = Cache()
+    module.trainer.writer = Cache()
+    module.trainer.writer.part = part
+    assert Copier().copy(module).trainer is module.trainer
+
+
+def test_a_weak_reference_is_shared():
+    module = nn.Identity()
+    module.cache = Cache()
+    module.cache.network = weakref.proxy(module)
+    assert Copier().copy(module).cache.network is module.cache.network
 
 
 def test_objects_that_refer_to_each_other():

@@ -335,7 +335,7 @@ def test_influence_of_a_layer_shows_them(dual):
 
 
 def test_exports(dual, tmp_path):
-    bare = dualform.open(dual.store.folder)
+    bare = dualform.open(dual.store.location)
     queries = torch.eye(LENGTH, dtype=torch.float64)[:2]
     write_top(bare, SHARED, queries, tmp_path, k=2)
     found = pl.read_parquet(tmp_path / f"attention-{SHARED}.parquet")

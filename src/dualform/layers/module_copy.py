@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import random
+import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,6 +31,8 @@ _HOOKS = (
 )
 MOST_PARTS = 5000
 """An object with more parts than this, such as a trainer that a module refers to, is shared and not copied."""
+_RUNNING = (threading.Thread, io.IOBase)
+"""An object with such a part is shared, too: a copy of it would be a second owner."""
 
 
 class Copier:
@@ -46,6 +51,8 @@ class Copier:
         known = self._copies.get(id(value))
         if known is not None:
             return known
+        if type(value) in weakref.ProxyTypes:  # which claims to be of the type that it refers to
+            return value
         if isinstance(value, torch.jit.ScriptModule):  # its parts are out of reach, so its weights are copied too
             return self._keep(value, copy.deepcopy(value))
         if isinstance(value, nn.Module):
@@ -57,7 +64,7 @@ class Copier:
             return copy_value(self, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.copy(item) for item in value))
-        if _is_plain_object(value) and _count_parts(value) <= MOST_PARTS:
+        if _is_plain_object(value) and _can_be_copied(value):
             return self._copy_object(value)
         return value
 
@@ -116,7 +123,7 @@ class Copier:
         return tuple(self.copy(item) for item in value)
 
     def _copy_method(self, value: types.MethodType) -> types.MethodType:
-        return types.MethodType(value.__func__, self.copy(value.__self__))
+        return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
 
     def _copy_partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
         keywords = {name: self.copy(item) for name, item in value.keywords.items()}
@@ -144,6 +151,17 @@ class Copier:
 
     def _copy_deeply(self, value: Any) -> Any:
         return self._keep(value, copy.deepcopy(value))
+
+
+def rebind_forwards(model: nn.Module, made: nn.Module) -> None:
+    """Have the forward methods of a deep copy that were replaced by functions call the copy: the closures of those are the original's."""
+    pairs = list(zip(model.modules(), made.modules(), strict=True))
+    copier = Copier()
+    for original, copied in pairs:
+        copier._keep(original, copied)
+    for original, copied in pairs:
+        if "forward" in vars(original):
+            vars(copied)["forward"] = copier.copy(vars(original)["forward"])
 
 
 _COPIES: dict[type, Callable[[Copier, Any], Any]] = {
@@ -189,8 +207,8 @@ def _is_plain_object(value: Any) -> bool:
     return is_ordinary and kind.__reduce__ is object.__reduce__
 
 
-def _count_parts(value: Any) -> int:
-    """How many objects a copy would have to visit, counted up to MOST_PARTS + 1."""
+def _can_be_copied(value: Any) -> bool:
+    """Whether an object has at most MOST_PARTS parts, and nothing in it runs or is open."""
     seen: set[int] = set()
     waiting = [value]
     while waiting and len(seen) <= MOST_PARTS:
@@ -198,15 +216,17 @@ def _count_parts(value: Any) -> int:
         if id(part) in seen:
             continue
         seen.add(id(part))
-        if isinstance(part, (Tensor, nn.Module)):
+        if type(part) in weakref.ProxyTypes or isinstance(part, (Tensor, nn.Module)):
             continue
+        if isinstance(part, _RUNNING):
+            return False
         if isinstance(part, dict):
             waiting.extend(part.values())
         elif isinstance(part, (list, tuple, set, deque)):
             waiting.extend(part)
         elif _is_plain_object(part):
             waiting.extend(vars(part).values())
-    return len(seen)
+    return len(seen) <= MOST_PARTS
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -40,19 +39,25 @@ from dualform.query.network import Network
 from dualform.query.slots import addresses
 from dualform.query.sources import Sources, Texts, rank_documents
 from dualform.query.targets import Target, TargetReader, predicts_next_token
+from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
+from dualform.store.samples import read_samples
 
 COUNTERS = ("step", "mu_product")
 """Numbers among the tensors of an optimizer's state."""
 
 
-def open(path: str | os.PathLike[str], model: nn.Module | None = None, *, executor: Executor | None = None) -> Dual:
+def open(
+    path: str | os.PathLike[str] | Files, model: nn.Module | None = None, *, executor: Executor | None = None
+) -> Dual:
     """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
 
+    path: a folder, or the files of a store elsewhere, read through the methods of `store.files.Files`.
     Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
-    store = Store(Path(path))
+    files = files_at(path) if isinstance(path, (str, os.PathLike)) else path
+    store = Store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
 
@@ -73,7 +78,7 @@ class Dual:
     def __repr__(self) -> str:
         is_empty = not self.store.end_step and self.store.manifest.ended is None
         why = " (nothing is sealed yet: is its recorder still open?)" if is_empty else ""
-        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps{why}, layers {self.layers})"
+        return f"Dual({self.store.location!r}, after {self.end_step} steps{why}, layers {self.layers})"
 
     # What was recorded
 
@@ -87,6 +92,11 @@ class Dual:
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the columns given to batch()."""
         return self.store.rows.filter(pl.col("step") < self.end_step)
+
+    @property
+    def samples(self) -> pl.DataFrame | None:
+        """What is known of each sample, such as its text, one line for each `sample_id`; None if that was not kept."""
+        return read_samples(self.store.files)
 
     @property
     def log(self) -> pl.DataFrame:
@@ -144,7 +154,7 @@ class Dual:
 
     def reopened(self) -> Dual:
         """Return the same, read from the disk anew: totals may have been built since."""
-        return Dual(Store(self.store.folder), self._model, self.end_step, self._executor)
+        return Dual(Store(self.store.files), self._model, self.end_step, self._executor)
 
     # Questions
 
@@ -249,7 +259,7 @@ class Dual:
         self._needs_error_signals("influence")
         if self.store.manifest.keep == "totals":
             raise NotRecordedError(
-                f'influence() needs slots, but {self.store.folder} keeps totals only. Record with keep="slots".'
+                f'influence() needs slots, but {self.store.location} keeps totals only. Record with keep="slots".'
             )
         self._warn()
         chosen = self._chosen_layers(layers)
@@ -440,7 +450,7 @@ class Dual:
     def _needs_error_signals(self, question: str) -> None:
         if self.store.manifest.keep == "keys":
             raise NotRecordedError(
-                f'{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep="slots".'
+                f'{question}() needs error signals, but {self.store.location} keeps keys only. Record with keep="slots".'
             )
 
     def _mask(self, only: Where | None, drop: Where | None, question: str) -> Mask:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dualform.dual.coefficients import not_replayed
 from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
+from dualform.layers.module_copy import rebind_forwards
 from dualform.progress import Progress, report
 from dualform.store.reader import Store
 from dualform.store.tensors import tensor_checksum
@@ -42,6 +43,7 @@ class Network:
         # What the store does not have stays as it is, so it need not be copied: it may be large, or quantised
         shared = {id(p): _alias(p) for name, p in self._model.named_parameters() if name in self._store.manifest.base}
         module = copy.deepcopy(self._model, shared)
+        rebind_forwards(self._model, module)
         with torch.no_grad():
             for name, value in module.state_dict(keep_vars=True).items():
                 is_given = name in weights and name not in self._aliases
@@ -76,7 +78,7 @@ class Network:
         manifest = self._store.manifest
         if manifest.keep != "slots":
             raise NotRecordedError(
-                f"{self._store.folder} keeps {manifest.keep} only: the network is known after "
+                f"{self._store.location} keeps {manifest.keep} only: the network is known after "
                 f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = [parameter.name for parameter in manifest.parameters]

@@ -33,7 +33,7 @@ def choose(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     wanted: str | Collection[str] | None,
-    exclude: str | Collection[str] = (),
+    exclude: str | Collection[str] | Mapping[str, str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[list[Chosen], list[Chosen], dict[str, str]]:
     """The modules to record, in the model's order; those that only lack an optimizer; the reasons for all left out."""
@@ -41,6 +41,7 @@ def choose(
     names = {id(p): name for name, p in model.named_parameters()}
     patterns = [wanted] if isinstance(wanted, str) else list(wanted or ["*"])
     excluded = [exclude] if isinstance(exclude, str) else list(exclude)
+    reasons = exclude if isinstance(exclude, Mapping) else {}
     matched: set[str] = set()
     used: set[str] = set()
     chosen, waiting, left_out = list[Chosen](), list[Chosen](), dict[str, str]()
@@ -56,7 +57,7 @@ def choose(
         excluding = [pattern for pattern in excluded if fnmatchcase(name, pattern)]
         if excluding:
             used.update(excluding)
-            left_out[name] = EXCLUDED
+            left_out[name] = reasons.get(excluding[0], EXCLUDED)
             continue
         reason = refusal(module)
         if reason is not None:

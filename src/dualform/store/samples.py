@@ -1,0 +1,34 @@
+"""The samples of a run: what is known of each, such as its text, stored once and not for each visit."""
+
+from __future__ import annotations
+
+import io
+
+import polars as pl
+
+from dualform.errors import StoreDamagedError
+from dualform.store.files import Files, WritableFiles, address
+
+SAMPLES = "samples.parquet"
+
+
+def write_samples(files: WritableFiles, samples: pl.DataFrame) -> None:
+    """Write the table of samples of a run, one line for each, in place of one that is there."""
+    buffer = io.BytesIO()
+    samples.write_parquet(buffer, compression="zstd")
+    files.write(f".{SAMPLES}", buffer.getvalue())
+    files.publish(f".{SAMPLES}", SAMPLES)
+
+
+def read_samples(files: Files) -> pl.DataFrame | None:
+    """Read the table of samples; None if the run has none."""
+    try:
+        data = files.read(SAMPLES)
+    except StoreDamagedError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    try:
+        return pl.read_parquet(io.BytesIO(data))
+    except pl.exceptions.PolarsError as error:
+        raise StoreDamagedError(f"{address(files, SAMPLES)} is damaged: {error}.") from None
