@@ -26,6 +26,7 @@ from torch import Tensor
 
 import dualform
 from dualform.curvature.maps import linear_maps
+from dualform.curvature.sums import Factors, damped
 from dualform.layers.streams import Layer
 from dualform.query.completions import encode_completion
 from dualform.query.dual import Dual
@@ -200,7 +201,7 @@ class Gradients:
         self._loss_mean = loss_mean_of(dual.store, "tokens")
         shape = (len(questions), documents, len(self.layers))
         self.plain, self.cosine, self.whitened = (torch.zeros(shape) for _ in range(3))
-        self.cosine_of_all = torch.zeros(shape[:2])
+        self.cosine_of_all, self.whitened_cosine = (torch.zeros(shape[:2]) for _ in range(2))
         found = segments(dual.store, dual.end_step)
         curvatures = factors(dual.store, self.layers, found, self._loss_mean, None)
         asked = [encode_completion(dual.model(), *question, tokenizer) for question in questions]
@@ -208,18 +209,20 @@ class Gradients:
         for segment, curvature in zip(found, curvatures, strict=True):
             model = dual.at(segment.moment).model()
             captured = [run(model, self.layers, one.inputs, 1, {}, one.target.summed).layers for one in asked]
-            plain, whitened, norms = self._of_rows(segment, captured, curvature)
+            plain, whitened, norms, whitened_norms = self._of_rows(segment, captured, curvature)
             rows = samples[segment.first_row : segment.end_row]
             self.plain.index_add_(1, rows, plain)
             self.whitened.index_add_(1, rows, whitened)
             self.cosine.index_add_(1, rows, plain / norms.clamp(min=1e-30).sqrt())
             self.cosine_of_all.index_add_(1, rows, plain.sum(2) / norms.sum(1).clamp(min=1e-30).sqrt())
+            lengths = whitened_norms.sum(1).clamp(min=1e-30).sqrt()
+            self.whitened_cosine.index_add_(1, rows, whitened.sum(2) / lengths)
 
-    def _of_rows(self, segment: Segment, captured: list[Any], curvature: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """(questions, rows, layers) twice, and squared norms (rows, layers)."""
+    def _of_rows(self, segment: Segment, captured: list[Any], curvature: Any) -> tuple[Tensor, ...]:
+        """(questions, rows, layers) twice, and squared norms (rows, layers) twice: plain, and with curvature."""
         count = segment.end_row - segment.first_row
         plain, whitened = (torch.zeros(len(captured), count, len(self.layers)) for _ in range(2))
-        norms = torch.zeros(count, len(self.layers))
+        norms, whitened_norms = (torch.zeros(count, len(self.layers)) for _ in range(2))
         for window in windows(self.dual.store, segment.first_row, segment.end_row, 1 << 40):
             for place, layer in enumerate(self.layers):
                 queries = [map_queries(layer, one[layer.name].queries, one[layer.name].gradients) for one in captured]
@@ -230,14 +233,17 @@ class Gradients:
                     for number, one_map in enumerate(linear_maps(layer)):
                         own = one_map.key_side(keys), one_map.error_side(keys, errors)
                         norms[rows, place] += _squared_norms(one_map, *own, piece.positions) * divisor**2
+                        known = curvature[layer.name].maps[number]
+                        lengths = _whitened_norms(one_map, *own, piece.positions, known)
+                        whitened_norms[rows, place] += lengths * divisor**2
                         for question, maps in enumerate(queries):
                             by = plain_products(maps[number])
                             along = by.of_rows(slice(0, 1), *own, piece.positions)[0] * divisor
                             plain[question, rows, place] -= along
-                            by = whitened_products(maps[number], curvature[layer.name].maps[number], DAMPING)
+                            by = whitened_products(maps[number], known, DAMPING)
                             along = by.of_rows(slice(0, 1), *own, piece.positions)[0] * divisor
                             whitened[question, rows, place] += along
-        return plain, whitened, norms
+        return plain, whitened, norms, whitened_norms
 
 
 def _squared_norms(one_map: Any, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
@@ -251,6 +257,27 @@ def _squared_norms(one_map: Any, keys: Tensor, errors: Tensor, positions: int) -
         vectors = keys.reshape(rows, positions, keys.shape[1] * keys.shape[2])
         same = vectors @ vectors.transpose(1, 2) + one_map.constant**2
     return ((flat @ flat.transpose(1, 2)) * same).sum((1, 2))
+
+
+def _whitened_norms(one_map: Any, keys: Tensor, errors: Tensor, positions: int, known: Factors) -> Tensor:
+    """The same with the inverse curvature in between, (rows,)."""
+    rows = len(errors) // positions
+
+    def by_row(vectors: Tensor) -> Tensor:
+        return vectors.reshape(rows, positions, vectors.shape[1] * vectors.shape[2])
+
+    def inner(vectors: Tensor, curvature: Tensor) -> Tensor:
+        inverse = torch.linalg.inv(damped(curvature, DAMPING))
+        solved = torch.einsum("ngd,gde->nge", vectors.double(), inverse)
+        return by_row(vectors.double()) @ by_row(solved).transpose(1, 2)
+
+    if one_map.is_one_hot:
+        numbers = keys.reshape(rows, positions).clamp(min=0)
+        weights = 1 / (known.keys + DAMPING * known.keys.mean())
+        same = (numbers[:, :, None] == numbers[:, None]) * weights[numbers][:, None]
+    else:
+        same = inner(one_map.with_constant(keys)[..., : known.keys.shape[1]], known.keys)
+    return (inner(errors, known.errors) * same).sum((1, 2)).float() / known.positions
 
 
 def bm25(documents: list[str], questions: list[tuple[str, str]]) -> Tensor:
@@ -295,6 +322,7 @@ def measure(kind: str, optimizer: str, seed: int, with_contributions: bool) -> d
         head = [found.names.index("lm_head")]
         scores = {
             "with curvature (the default)": found.whitened.sum(2),
+            "with curvature, cosine": found.whitened_cosine,
             "with curvature, last block and head": found.whitened[:, :, late].sum(2),
             "with curvature, head": found.whitened[:, :, head].sum(2),
             "inner products": found.plain.sum(2),

@@ -18,8 +18,6 @@ from dualform.explorer.subject import subject
 
 pytest.importorskip("transformers")
 from dualform.explorer import explore
-from dualform.explorer.text import language_of
-from dualform.language.documents import RecordedDocuments
 
 PROMPT, OTHER = list(documents.FACTS)[:2]
 
@@ -31,7 +29,7 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def session(gpt2):
-    return Session(subject(gpt2.dual, language=language_of(RecordedDocuments(gpt2.dual, gpt2.tokenizer))))
+    return Session(subject(gpt2.dual, tokenizer=gpt2.tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +117,36 @@ def test_the_report_command(gpt2, tmp_path):
     assert found.exit_code == 0, found.output
     assert "1 prompts" in found.stdout
     assert out.stat().st_size > 100_000
+
+
+def test_a_classifier_whose_inputs_are_named(tmp_path):
+    """A BatchEncoding as test examples: predictions, sources and influence, shown as text."""
+    import torch
+    import transformers
+
+    import dualform
+
+    tokenizer = documents.make_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, num_labels=3, **sizes)
+    ).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = tokenizer(documents.FILLER, return_tensors="pt", padding=True)
+    labels = torch.arange(6) % 3
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=torch.arange(6), label=labels)
+        model(**inputs, labels=labels).loss.backward()
+        optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    found = Client(application(Session(subject(dual, documents.FILLER, (inputs, labels), tokenizer=tokenizer))))
+    prediction = found.get("/api/prediction", input="test:2")
+    assert prediction["shown"]["text"] == documents.FILLER[2]
+    with torch.no_grad():
+        expected = dual.model()(**{name: tensor[2:3] for name, tensor in inputs.items()}).logits[0]
+    assert prediction["answer"] == int(expected.argmax())
+    sources = found.get("/api/sources", input="test:2", layer="classifier", kind="contribution")
+    assert sources["highest"][0]["shown"]["text"] in documents.FILLER
+    assert found.get("/api/sources", input="test:1", layer="classifier", kind="attention")["highest"]
+    assert finished(found, kind="influence", input="test:2")["state"] == "done"

@@ -245,3 +245,30 @@ def test_packed_documents(tmp_path):
     found = dual.sources(PROMPT, ANSWER, tokenizer=tokenizer, k=2, documents=documents.DOCUMENTS, segments=3)
     assert found.texts[0] == documents.DOCUMENTS[0]
     assert found.documents == len(documents.DOCUMENTS)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters(tmp_path):
+    """LoRA: only the adapters are recorded; they are enough to find the document."""
+    peft = pytest.importorskip("peft")
+    tokenizer = documents.make_tokenizer()
+
+    def adapted():
+        base = documents.make_model("gpt2", len(tokenizer))
+        settings = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        return peft.get_peft_model(base, settings)
+
+    torch.manual_seed(0)
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(12):
+            for ids in torch.arange(len(documents.DOCUMENTS)).split(5):
+                recorder.batch(sample_id=ids)
+                model(**documents.encoded(tokenizer, [documents.DOCUMENTS[number] for number in ids])).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    dual = dualform.open(tmp_path / "run", model)
+    assert all("lora" in layer for layer in dual.layers)
+    found = dual.sources(PROMPT, ANSWER, tokenizer=tokenizer, k=1, segments=3, documents=documents.DOCUMENTS)
+    assert found.texts == [documents.DOCUMENTS[0]]

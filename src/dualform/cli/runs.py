@@ -249,9 +249,5 @@ def _subject(run: Path, data: Path | None, named: str | None, tokenizer: str | N
 
     import dualform
     from dualform.explorer.subject import subject
-    from dualform.explorer.text import language_of
-    from dualform.language.documents import RecordedDocuments
 
-    dual = dualform.open(run, find_model(named))
-    documents = RecordedDocuments(dual, find_tokenizer(tokenizer, named), by)
-    return subject(dual, by=by, language=language_of(documents))
+    return subject(dualform.open(run, find_model(named)), by=by, tokenizer=find_tokenizer(tokenizer, named))

@@ -11,8 +11,7 @@ from dualform.explorer.server import Server, is_interactive
 from dualform.explorer.session import Session
 from dualform.explorer.showing import Show
 from dualform.explorer.subject import ClassNames, Draw, Subject, check_sizes, subject
-from dualform.explorer.text import Language, language_of
-from dualform.language.documents import RecordedDocuments
+from dualform.explorer.text import Language
 
 __all__ = ["Language", "Server", "Session", "Subject", "check_sizes", "explore", "fit_drawing", "subject"]
 
@@ -36,11 +35,9 @@ def explore(
     block: bool | None = None,
 ) -> Server:
     """Serve the page; `Dual.explore` says what the arguments are."""
-    if tokenizer is not None and language is None:
-        language = language_of(RecordedDocuments(dual, tokenizer, by if isinstance(by, str) else by[-1]))
     found = subject(
         dual, train, test,
-        class_names=class_names, by=by, label=label, show=show, draw=draw, title=title, language=language,
+        class_names=class_names, by=by, label=label, show=show, draw=draw, title=title, language=language, tokenizer=tokenizer,
     )  # fmt: skip
     server = Server(Session(found), host=host, port=port)
     if block is None:

@@ -31,7 +31,7 @@ class RecordedDocuments:
         self.dual = dual
         self.tokenizer = tokenizer
         self.by = by
-        self._vectors = dualform.open(dual.store.folder).at(dual.end_step)
+        self._vectors = dualform.open(dual.store.files).at(dual.end_step)
         self._tokens = self._read_tokens()
 
     def _read_tokens(self) -> pl.DataFrame:
@@ -65,7 +65,7 @@ class RecordedDocuments:
         fitting = [layer for layer in layers if layer.form == "numbers" and layer.d_in >= len(self.tokenizer)]
         if not fitting or self.dual.store.manifest.keep == "totals":
             raise NotRecordedError(
-                f"{self.dual.store.folder} does not have the tokens of its documents: they are read from the slots of the layer that embeds "
+                f"{self.dual.store.files} does not have the tokens of its documents: they are read from the slots of the layer that embeds "
                 f"them, which must be recorded. dual.sources(…) ranks whole documents."
             )
         return min(fitting, key=lambda layer: layer.d_in).name
