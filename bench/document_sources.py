@@ -1,6 +1,6 @@
 """Does `dual.sources` find the document that a fact was learnt from? Ways to rank documents side by side, and BM25.
 
-python bench/document_sources.py [--model gpt2 | llama] [--optimizer adamw | sgd] [--seeds 2] [--contribution]
+python bench/document_sources.py [--model gpt2 | llama] [--optimizer adamw | sgd] [--seeds 2] [--first-seed 0] [--contribution]
 
 A tiny Transformer is trained on filler sentences, then fine-tuned, recorded, on 60 documents. 15 of them state a made-up fact each.
 For each of these, another document has the same relation and the same answer for another subject, and a third one repeats the words of
@@ -295,7 +295,7 @@ def contributions(dual: Dual, questions: list[tuple[str, str]], tokenizer: Any, 
     scores = torch.zeros(len(questions), documents, dtype=torch.float64)
     for number, question in enumerate(questions):
         found = dual.sources(*question, tokenizer=tokenizer, k=documents, method="contribution").frame
-        scores[number, found["sample_id"].to_list()] = torch.tensor(found["contribution"].to_list())
+        scores[number, found["sample_id"].to_list()] = torch.from_numpy(found["contribution"].to_numpy().copy())
     return scores
 
 
@@ -321,8 +321,8 @@ def measure(kind: str, optimizer: str, seed: int, with_contributions: bool) -> d
         late = [place for place, layer in enumerate(found.layers) if _is_late(layer)]
         head = [found.names.index("lm_head")]
         scores = {
-            "with curvature (the default)": found.whitened.sum(2),
-            "with curvature, cosine": found.whitened_cosine,
+            "with curvature": found.whitened.sum(2),
+            "with curvature, cosine (the default)": found.whitened_cosine,
             "with curvature, last block and head": found.whitened[:, :, late].sum(2),
             "with curvature, head": found.whitened[:, :, head].sum(2),
             "inner products": found.plain.sum(2),
@@ -342,12 +342,13 @@ def main() -> None:
     parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
         "--contribution", action="store_true", help="also by contributions, which replay AdamW for each question"
     )
     asked = parser.parse_args()
     every: dict[str, list[int]] = {}
-    for seed in range(asked.seeds):
+    for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
         for name, found in measure(asked.model, asked.optimizer, seed, asked.contribution).items():
             every.setdefault(name, []).extend(found)
     table = {
@@ -359,7 +360,8 @@ def main() -> None:
         for name, found in every.items()
     }
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[f"{asked.model}, {asked.optimizer}"] = table
+    seeds = f"seeds {asked.first_seed} to {asked.first_seed + asked.seeds - 1}"
+    known[f"{asked.model}, {asked.optimizer}, {seeds}"] = table
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
     for name, line in table.items():
         print(f"{name:40} first {line['first']} of {line['of']}, mean rank {line['mean rank']}")
