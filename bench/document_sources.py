@@ -321,8 +321,8 @@ def measure(kind: str, optimizer: str, seed: int, with_contributions: bool) -> d
         late = [place for place, layer in enumerate(found.layers) if _is_late(layer)]
         head = [found.names.index("lm_head")]
         scores = {
-            "with curvature": found.whitened.sum(2),
-            "with curvature, cosine (the default)": found.whitened_cosine,
+            "with curvature (the default)": found.whitened.sum(2),
+            "with curvature, cosine": found.whitened_cosine,
             "with curvature, last block and head": found.whitened[:, :, late].sum(2),
             "with curvature, head": found.whitened[:, :, head].sum(2),
             "inner products": found.plain.sum(2),

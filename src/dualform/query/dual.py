@@ -30,7 +30,7 @@ from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
 from dualform.query.forward import count_rows, run
-from dualform.query.influence.answers import Influence, is_positional
+from dualform.query.influence.answers import Influence
 from dualform.query.influence.estimate import Settings, estimate
 from dualform.query.influence.mislabelled import mislabelled
 from dualform.query.info import marks, store_info
@@ -242,7 +242,6 @@ class Dual:
         rows: int | None = None,
         silent: bool = False,
         loss_mean: str = "tokens",
-        normalised: bool = False,
         progress: Progress | None = None,
     ) -> Influence:
         """Return what would change in a target without some of the training data: an estimate, positive for what supports it.
@@ -254,8 +253,7 @@ class Dual:
         (begin, end) in steps; sample: the column by which epochs are counted, default `sample_id`. damping: relative to the
         mean curvature, 0.3 for "whitened", 1 for the others. silent: as for attend(); a row is silent if it wrote nothing in any layer.
         loss_mean: what the loss was a mean over, which is undone: "tokens", the positions that have a loss (of a classifier, its rows);
-        "rows" of the batch; or "none", for a sum. normalised: divide the scores of each row by the length of its gradient: better at finding
-        the one right document, but no estimate of a change any more.
+        "rows" of the batch; or "none", for a sum.
         """
         self._needs_model("influence")
         self._needs_error_signals("influence")
@@ -279,7 +277,7 @@ class Dual:
             model_at,
             self._target_reader(inputs, rows, tokenizer),
             target,
-            Settings(method, segments, sample, damping, size, memory, silent, loss_mean, normalised),
+            Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
             progress,
             self._executor,
         )
@@ -299,7 +297,6 @@ class Dual:
         lowest: bool = False,
         segments: int | Sequence[tuple[int, int]] = 15,
         loss_mean: str = "tokens",
-        normalised: bool | None = None,
         progress: Progress | None = None,
     ) -> Sources:
         """Return the k training documents that a completion of a prompt rests on most, in total and for each of its tokens.
@@ -308,7 +305,7 @@ class Dual:
         next token. by: the column that names documents. method: "influence", an estimate of how the completion's log-probability would
         change without a document; or "contribution", what it wrote to the weights, along that log-probability's gradient. documents: texts by
         what `by` names, if they were not recorded as `text`, a column of the rows or of the samples. layers, where: only these. lowest: what speaks against the completion.
-        segments, loss_mean, normalised: as for influence(); rows are normalised unless they hold several documents.
+        segments, loss_mean: as for influence().
         """
         self._needs_model("sources")
         asked = encode_completion(self._query_model, prompt, completion, tokenizer)
@@ -321,7 +318,6 @@ class Dual:
                 rows=1,
                 segments=segments,
                 loss_mean=loss_mean,
-                normalised=not is_positional(self.store, by) if normalised is None else normalised,
                 progress=progress,
             )
         elif method == "contribution":

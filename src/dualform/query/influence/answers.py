@@ -6,7 +6,7 @@ The unit is the row, a sample in one backward pass: its scores add up over layer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -70,10 +70,10 @@ class RowInfluenceScorer(Scorer):
     def groups(self, by: str | Sequence[str]) -> Groups:
         """Return the groups that some columns make of the rows."""
         columns = (by,) if isinstance(by, str) else tuple(by)
-        if is_positional(self.store, columns):
+        if _is_positional(self.store, set(columns)):
             raise QuestionError(
                 f'by={by!r}: rows have no position. Positions can be told apart by total(…) and top(k, by=…) with method="whitened" or '
-                f'"sketch", without absolute=True and normalised=True, and in one layer by influence[layer].'
+                f'"sketch", without absolute=True, and in one layer by influence[layer].'
             )
         key = ("groups of rows", *columns)
         return self.store.cached(key, lambda: Groups(self.store, None, by, self.end), self.end)
@@ -202,14 +202,12 @@ class Influence(RowInfluence, Mapping[str, Answer]):
         columns = {by} if isinstance(by, str) else set(by)
         if where is not None:
             columns |= condition_columns(where, scorer.store, "where")
-        if absolute or not is_positional(scorer.store, columns) or not isinstance(scorer.scored, LinearScores):
+        if absolute or not _is_positional(scorer.store, columns) or not isinstance(scorer.scored, LinearScores):
             return super().sums(by, where=where, absolute=absolute)
         answers = [self._of_slots(layer, scorer.scored, only_rows=True) for layer in scorer.layers]
         return added([answer.sums(by, where=where) for answer in answers])
 
 
-def is_positional(store: Store, columns: str | Collection[str]) -> bool:
-    """Return whether any of these columns tells the positions of a row apart."""
-    columns = {columns} if isinstance(columns, str) else set(columns)
+def _is_positional(store: Store, columns: set[str]) -> bool:
     per_position = {c.name for c in store.manifest.columns if c.per == "position"}
     return "position" in columns or bool(columns & per_position)

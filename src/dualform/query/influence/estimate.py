@@ -20,7 +20,6 @@ from dualform.query.forward import Captured, output_of, run
 from dualform.query.influence import kernel, sketch
 from dualform.query.influence.answers import Influence, RowInfluenceScorer
 from dualform.query.influence.factors import factors
-from dualform.query.influence.normalised import NormalisedScores
 from dualform.query.influence.products import MapQuery, map_queries, whitened_products
 from dualform.query.influence.scores import LinearScores, OfSlots, RowScores, Scored
 from dualform.query.influence.segments import Segment, segments
@@ -45,7 +44,6 @@ class Settings:
     memory: int
     silent: bool = False
     loss_mean: str = "tokens"
-    normalised: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_mean not in LOSS_MEANS:
@@ -54,8 +52,6 @@ class Settings:
             raise QuestionError(f"method={self.method!r}: expected one of {', '.join(map(repr, METHODS))}.")
         if self.damping is not None and not self.damping > 0:
             raise QuestionError(f"damping={self.damping!r}: expected a number above 0, relative to the mean curvature.")
-        if self.normalised and self.method != "whitened":
-            raise QuestionError(f'normalised=True goes together with method="whitened", not {self.method!r}.')
         if self.size < 1:
             raise QuestionError(f"size={self.size!r}: expected at least 1.")
 
@@ -149,15 +145,14 @@ def _whitened(
     loss_mean: LossMean,
     settings: Settings,
     progress: Progress | None,
-) -> Scored:
+) -> LinearScores:
     curvatures = factors(store, layers, found, loss_mean, progress)
     damping = settings.damping or DAMPING
     products = []
     for question, by_layer in zip(questions, curvatures, strict=True):
         products.append({name: _whitened_maps(question[name], by_layer[name], damping) for name in by_layer})
     norms = [{name: known.norms for name, known in by_layer.items()} for by_layer in curvatures]
-    scores = LinearScores(store, found, loss_mean, products, norms)
-    return NormalisedScores(scores, layers, curvatures, damping) if settings.normalised else scores
+    return LinearScores(store, found, loss_mean, products, norms)
 
 
 def _whitened_maps(queries: Sequence[MapQuery], curvature: Curvature, damping: float) -> list[OfSlots]:
