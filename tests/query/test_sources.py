@@ -212,3 +212,63 @@ def test_a_masked_language_model_completes_nothing(tmp_path):
     bert = documents.train(tmp_path / "run", "bert", epochs=1)
     with pytest.raises(QuestionError, match="a masked language model completes no prompt"):
         ask(bert)
+
+
+def test_texts_from_the_table_of_samples(tmp_path):
+    """They are stored once, and not beside each row."""
+    from dualform.store.samples import write_samples
+
+    run = documents.train(tmp_path / "run", epochs=2)
+    table = pl.DataFrame({"sample_id": range(10), "text": [text.upper() for text in documents.DOCUMENTS]})
+    write_samples(run.dual.store.files, table)
+    found = ask(run, k=2)
+    assert found.texts == [documents.DOCUMENTS[number].upper() for number in found.frame["sample_id"]]
+
+
+def test_packed_documents(tmp_path):
+    """A row holds several documents: sample ids are a column per position, texts a table."""
+    tokenizer = documents.make_tokenizer()
+    model = documents.make_model("gpt2", len(tokenizer))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    encoded = [tokenizer(text)["input_ids"] for text in documents.DOCUMENTS]
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for epoch in range(12):
+            for first in range(0, 10, 2):
+                pair = [first, first + 1] if epoch % 2 else [first + 1, first]
+                tokens = torch.tensor([[token for number in pair for token in encoded[number]]])[:, :64]
+                ids = torch.tensor([[number for number in pair for _ in encoded[number]]])[:, :64]
+                recorder.batch(sample_id=ids)
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    dual = dualform.open(tmp_path / "run", model)
+    found = dual.sources(PROMPT, ANSWER, tokenizer=tokenizer, k=2, documents=documents.DOCUMENTS, segments=3)
+    assert found.texts[0] == documents.DOCUMENTS[0]
+    assert found.documents == len(documents.DOCUMENTS)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters(tmp_path):
+    """LoRA: only the adapters are recorded; they are enough to find the document."""
+    peft = pytest.importorskip("peft")
+    tokenizer = documents.make_tokenizer()
+
+    def adapted():
+        base = documents.make_model("gpt2", len(tokenizer))
+        settings = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        return peft.get_peft_model(base, settings)
+
+    torch.manual_seed(0)
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(12):
+            for ids in torch.arange(len(documents.DOCUMENTS)).split(5):
+                recorder.batch(sample_id=ids)
+                model(**documents.encoded(tokenizer, [documents.DOCUMENTS[number] for number in ids])).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    dual = dualform.open(tmp_path / "run", model)
+    assert all("lora" in layer for layer in dual.layers)
+    found = dual.sources(PROMPT, ANSWER, tokenizer=tokenizer, k=1, segments=3, documents=documents.DOCUMENTS)
+    assert found.texts == [documents.DOCUMENTS[0]]

@@ -14,16 +14,15 @@ from dualform.named import find
 if TYPE_CHECKING:
     from torch import nn
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="MODULE:NAME",
-        help="The architecture: a model, or a function that gives one. The module is imported, from the current folder too, and the function "
-        "called: this executes their code. Or a folder with a config.json of Hugging Face; weights come from the recording.",
-        show_default=False,
-    ),
-]
+_MODEL = typer.Option(
+    "--model",
+    metavar="MODULE:NAME",
+    help="The architecture: a model, or a function that gives one. The module is imported, from the current folder too, and the function "
+    "called: this executes their code. Or a folder with a config.json of Hugging Face; weights come from the recording.",
+    show_default=False,
+)
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 Tokenizer = Annotated[
     str | None,
     typer.Option(

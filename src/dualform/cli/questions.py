@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dualform.cli.application import app
 from dualform.cli.base import Json, Run, one_line_errors, print_json, progress_bars
-from dualform.cli.models import Model, Tokenizer, find_model, find_tokenizer
+from dualform.cli.models import Model, OptionalModel, Tokenizer, find_model, find_tokenizer
 from dualform.named import find
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import dualform
     from dualform.evaluate.evaluation import Evaluator
     from dualform.evaluate.fewer import FewOut
+    from dualform.language.answers import PromptAnswer
+    from dualform.language.documents import RecordedDocuments
 
 
 class KeyPart(str, Enum):
@@ -333,6 +335,15 @@ def passages(
         str | None,
         typer.Option(help="Contributions to the logit of this next token.", show_default="the most probable"),
     ] = None,
+    named: OptionalModel = None,
+    tokenizer: Tokenizer = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a Transformer: this layer.", show_default="the last; contributions: the sum of all layers"
+        ),
+    ] = None,
+    by: Annotated[str, typer.Option(help="Of a Transformer: the column that names documents.")] = "sample_id",
     absolute: Annotated[
         bool, typer.Option("--absolute", help="Sums of sizes, as the authors' code; needs slots.")
     ] = False,
@@ -345,10 +356,24 @@ def passages(
     width: Annotated[int, typer.Option(min=0, help="Characters shown on each side of the token.")] = 60,
     as_json: Json = False,
 ) -> None:
-    """Show the training passages that a recorded language model reads from after a prompt."""
+    """Show the training passages that a recorded language model reads from after a prompt.
+
+    LSTMs of `dualform paper` are described beside their recording; of a Transformer, name --model and --tokenizer.
+    """
+    prompt = prompt.replace("\\n", "\n")
+    if named is not None:
+        if gate is not None or part is not KeyPart.both or mean or slots:
+            raise typer.BadParameter("--gate, --part, --mean and --slots are for the LSTMs of dualform paper.")
+        _show(
+            _documents(run, named, tokenizer, by).ask(
+                prompt, top=top, layer=layer, target=target, where=where, absolute=absolute, width=width
+            ),
+            as_json,
+        )
+        return
+
     from dualform.language.from_totals import find_totals
 
-    prompt = prompt.replace("\\n", "\n")
     by_slot = gate is not None or target is not None or absolute or slots
     totals = None if by_slot else find_totals(run, where)
     if totals is not None:
@@ -368,6 +393,17 @@ def passages(
             slots=slots,
             width=width,
         )
+    _show(answer, as_json)
+
+
+def _documents(run: Path, model: str, tokenizer: str | None, by: str) -> RecordedDocuments:
+    import dualform
+    from dualform.language.documents import RecordedDocuments
+
+    return RecordedDocuments(dualform.open(run, find_model(model)), find_tokenizer(tokenizer, model), by)
+
+
+def _show(answer: PromptAnswer, as_json: bool) -> None:
     if as_json:
         print_json(answer.to_dict())
     else:

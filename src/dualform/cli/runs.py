@@ -11,9 +11,10 @@ from rich.console import Console
 
 from dualform.cli.application import app
 from dualform.cli.base import FAILED, Data, Json, Run, one_line_errors, print_json, progress_bars
+from dualform.cli.models import OptionalModel, Tokenizer, find_model, find_tokenizer
 
 if TYPE_CHECKING:
-    pass
+    from dualform.explorer.subject import Subject
 
 
 class Kind(str, Enum):
@@ -189,14 +190,19 @@ def explore(
         typer.Option(help="0.0.0.0: other machines can reach it, without encryption, with the token that is printed."),
     ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    named: OptionalModel = None,
+    tokenizer: Tokenizer = None,
+    by: Annotated[str, typer.Option(help="With --model: the column that names documents.")] = "sample_id",
     data: Data = None,
 ) -> None:
-    """Show a run of the demo or the paper in the browser: where predictions come from, and what happens without some memory."""
-    from dualform.explorer.runs import find
+    """Show a run in the browser: where predictions come from, and what happens without some memory.
+
+    Runs of the demo and of the paper say what they are; of a Transformer, name --model and --tokenizer.
+    """
     from dualform.explorer.server import Server
     from dualform.explorer.session import Session
 
-    server = Server(Session(find(run, data)), host=host, port=port).start()
+    server = Server(Session(_subject(run, data, named, tokenizer, by)), host=host, port=port).start()
     server.announce(ends=True)
     if browser:
         server.open_browser()
@@ -214,13 +220,34 @@ def report(
             min=0, help="The number of a test example; several may be given.", show_default="right and wrong ones"
         ),
     ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a language model: a prompt; several may be given.", show_default="one of the text's"),
+    ] = None,
+    named: OptionalModel = None,
+    tokenizer: Tokenizer = None,
+    by: Annotated[str, typer.Option(help="With --model: the column that names documents.")] = "sample_id",
     data: Data = None,
 ) -> None:
-    """Write the explorer's views of some test examples into one file that opens without a server."""
+    """Write the explorer's views of some test examples or prompts into one file that opens without a server."""
     from dualform.explorer.report import write
-    from dualform.explorer.runs import find
     from dualform.explorer.session import Session
 
+    session = Session(_subject(run, data, named, tokenizer, by))
     with progress_bars() as progress:
-        written = write(Session(find(run, data)), out, tests=test, progress=progress)
-    print(f"{out}: {written.examples} test examples, {written.nbytes / 1e6:.1f} MB")
+        written = write(session, out, tests=test, prompts=prompt or (), progress=progress)
+    what = "test examples" if session.subject.language is None else "prompts"
+    print(f"{out}: {written.examples} {what}, {written.nbytes / 1e6:.1f} MB")
+
+
+def _subject(run: Path, data: Path | None, named: str | None, tokenizer: str | None, by: str) -> Subject:
+    """What is explored: a run that says what it is, or a recorded Transformer with its tokenizer."""
+    if named is None:
+        from dualform.explorer.runs import find
+
+        return find(run, data)
+
+    import dualform
+    from dualform.explorer.subject import subject
+
+    return subject(dualform.open(run, find_model(named)), by=by, tokenizer=find_tokenizer(tokenizer, named))

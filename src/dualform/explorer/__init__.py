@@ -27,6 +27,7 @@ def explore(
     label: str = "label",
     draw: Draw | None = None,
     language: Language | None = None,
+    tokenizer: Any = None,
     title: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -36,7 +37,7 @@ def explore(
     """Serve the page; `Dual.explore` says what the arguments are."""
     found = subject(
         dual, train, test,
-        class_names=class_names, by=by, label=label, show=show, draw=draw, title=title, language=language,
+        class_names=class_names, by=by, label=label, show=show, draw=draw, title=title, language=language, tokenizer=tokenizer,
     )  # fmt: skip
     server = Server(Session(found), host=host, port=port)
     if block is None:

@@ -10,26 +10,34 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QuestionError
+from dualform.explorer.inputs import Inputs, NamedInputs
 
 Key = tuple[Any, ...]
 """What names a training sample: its entries in the columns that `by` names."""
 
 
 class Part:
-    """Inputs, with labels if there are any: an array, a pair of arrays, or a dataset of inputs or (input, label) pairs."""
+    """Inputs, with labels if there are any: an array, a pair of arrays, or a dataset of inputs or (input, label) pairs.
+
+    The inputs of a pair may also be a dictionary of tensors by argument, as tokenizers give them.
+    """
 
     def __init__(self, data: Any, name: str = ""):
         self.name = name
         pair = isinstance(data, tuple) and len(data) == 2 and all(hasattr(one, "__getitem__") for one in data)
         self._inputs: Any = data[0] if pair else data
+        if isinstance(self._inputs, Mapping):
+            self._inputs = NamedInputs(self._inputs)
         self._labels: Any = data[1] if pair else None
         if not hasattr(self._inputs, "__getitem__") or not hasattr(self._inputs, "__len__"):
             raise QuestionError(
                 f"samples are {type(data).__name__}; expected an array, a pair (inputs, labels), or a dataset with "
                 f"__len__ and __getitem__."
             )
-        if pair and hasattr(data[1], "__len__") and len(data[0]) != len(data[1]):
-            raise QuestionError(f"there are {len(data[0])} inputs and {len(data[1])} labels; expected as many of both.")
+        if pair and hasattr(data[1], "__len__") and len(self._inputs) != len(data[1]):
+            raise QuestionError(
+                f"there are {len(self._inputs)} inputs and {len(data[1])} labels; expected as many of both."
+            )
 
     def __len__(self) -> int:
         return len(self._inputs)
@@ -58,8 +66,10 @@ class Part:
     def _items_are_pairs(self, item: Any) -> bool:
         return self._labels is None and isinstance(item, tuple) and len(item) == 2
 
-    def batch(self, places: Sequence[int]) -> Tensor:
+    def batch(self, places: Sequence[int]) -> Inputs:
         """Some inputs as the model takes them."""
+        if isinstance(self._inputs, NamedInputs):
+            return self._inputs[list(places)]
         if isinstance(self._inputs, Tensor):
             return self._inputs[torch.as_tensor(places, dtype=torch.long)]
         return torch.stack([torch.as_tensor(self.input(place)) for place in places])

@@ -76,6 +76,8 @@ class TextAbility(Form):
 
     prompt: str
     """To begin with."""
+    prompts: list[str] = []
+    """Those that a report has answers for."""
     longest: int
 
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from dualform.errors import QuestionError
 from dualform.explorer.forms import Example, Examples, Named, Prediction, Unit
+from dualform.explorer.inputs import Inputs, example
 from dualform.explorer.subject import Subject
+from dualform.query.forward import output_of
+from dualform.query.targets import logits_of
 
 GRID = 32
 """A drawing has so many fields on each side, and 16 levels of ink."""
@@ -45,13 +48,13 @@ class Predictions:
         handle = self.model.get_submodule(last).register_forward_hook(lambda _, args, output: given.append(output))
         try:
             with torch.no_grad():
-                made = self.model(self.inputs("test:0"))
+                made = logits_of(output_of(self.model, self.inputs("test:0")))
         finally:
             handle.remove()
         known = [one for one in given if isinstance(one, Tensor) and isinstance(made, Tensor)]
         return last if not known or any(torch.equal(one.flatten(), made.flatten()) for one in known) else None
 
-    def inputs(self, address: str) -> Tensor:
+    def inputs(self, address: str) -> Inputs:
         """One input as a batch of one: "test:7", or "draw:" and 1024 hexadecimal digits of ink."""
         kind, _, rest = address.partition(":")
         if kind == "test" and re.fullmatch(r"[0-9]{1,9}", rest):
@@ -89,7 +92,7 @@ class Predictions:
     def logits(self, address: str, model: nn.Module | None = None) -> Tensor:
         """(units,): the model's output for one input."""
         with torch.no_grad():
-            output = (self.model if model is None else model)(self.inputs(address))
+            output = output_of(self.model if model is None else model, self.inputs(address))
         return self._classes(output, 1)[0]
 
     def prediction(self, address: str, model: nn.Module | None = None) -> Prediction:
@@ -107,7 +110,7 @@ class Predictions:
             )
             for unit in order
         ]
-        sample = self.inputs(address)[0]
+        sample = example(self.inputs(address), 0)
         return Prediction(
             input=address,
             title=self.title(address),
@@ -118,9 +121,10 @@ class Predictions:
         )
 
     def _classes(self, output: Any, rows: int) -> Tensor:
-        if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != rows:
+        logits = logits_of(output)
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != rows:
             raise QuestionError("the model does not give one row of numbers for each input, so there are no classes.")
-        return output.detach().cpu()
+        return logits.detach().cpu()
 
     # The test set
 
@@ -145,7 +149,7 @@ class Predictions:
         answers, sure = [], []
         for part, places in self.test.batches(BATCH, end):
             with torch.no_grad():
-                output = self._classes(model(part.batch(list(places))), len(places))
+                output = self._classes(output_of(model, part.batch(list(places))), len(places))
             best = output.double().softmax(1).max(1)
             answers.append(best.indices.numpy())
             sure.append(best.values.numpy())
@@ -160,7 +164,7 @@ class Predictions:
             for low in range(0, len(places), BATCH):
                 some = places[low : low + BATCH]
                 with torch.no_grad():
-                    answers += self._classes(model(part.batch(some)), len(some)).argmax(1).tolist()
+                    answers += self._classes(output_of(model, part.batch(some)), len(some)).argmax(1).tolist()
         return np.array(answers, dtype=int)
 
     @cached_property

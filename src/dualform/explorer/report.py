@@ -28,25 +28,42 @@ class Written:
     """What was written."""
 
     examples: int
+    """Test examples or prompts."""
     nbytes: int
 
 
 def write(
-    session: Session, out: Path, *, tests: Sequence[int] | None = None, progress: Progress | None = None
+    session: Session,
+    out: Path,
+    *,
+    tests: Sequence[int] | None = None,
+    prompts: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Written:
-    """Ask everything that the page may ask about some test examples, and put page and answers into one file."""
+    """Ask everything that the page may ask about some test examples, and put page and answers into one file.
+
+    Of a language model: what it may ask about the last token of some prompts; default: the one that the page begins with.
+    """
     if not out.parent.is_dir():
         raise QuestionError(f"there is no folder {out.parent} to write the report into.")
-    numbers = _chosen(session) if tests is None else list(dict.fromkeys(tests))
-    for number in numbers:
-        session.subject.test.place(number)
-    if not numbers:
-        raise QuestionError("there are no test examples to report on.")
-    content = _file(_answers(session, numbers, progress), session.subject.title)
+    language = session.subject.language
+    if language is not None:
+        prompts = list(dict.fromkeys(prompts or [language.prompt]))
+        answers = _text_answers(session, prompts, progress)
+    elif prompts:
+        raise QuestionError("this run has no text, so it takes no prompts.")
+    else:
+        numbers = _chosen(session) if tests is None else list(dict.fromkeys(tests))
+        for number in numbers:
+            session.subject.test.place(number)
+        if not numbers:
+            raise QuestionError("there are no test examples to report on.")
+        answers = _answers(session, numbers, progress)
+    content = _file(answers, session.subject.title)
     beside = out.with_name(out.name + ".part")
     beside.write_text(content, encoding="utf-8")
     beside.replace(out)
-    return Written(len(numbers), out.stat().st_size)
+    return Written(len(prompts) if language is not None else len(numbers), out.stat().st_size)
 
 
 def _chosen(session: Session) -> list[int]:
@@ -57,35 +74,77 @@ def _chosen(session: Session) -> list[int]:
     return [int(example.input.removeprefix("test:")) for example in (*wrong, *right)]
 
 
+def _ask_all(app: Any, addresses: Sequence[str], progress: Progress | None) -> dict[str, Any]:
+    """By address, what an application answers."""
+
+    async def ask() -> dict[str, Any]:
+        answers = {}
+        for done, address in enumerate(addresses):
+            if progress is not None:
+                progress("asking", done, len(addresses) + 1)
+            answers[unquote_plus(address)] = await asked_of(app, address)
+        return answers
+
+    return asyncio.run(ask())
+
+
+def _text_answers(session: Session, prompts: Sequence[str], progress: Progress | None) -> dict[str, Any]:
+    """By address, what the server would answer about the last token of each prompt."""
+    app = application(session)
+    run = session.run()
+    kinds = [view.kind for view in run.views if not view.missing and view.kind != "influence"]
+    answers = _ask_all(app, _questions_about_run(session), progress)
+    for prompt in prompts:
+        asked = _ask_all(app, [_address("/api/text", prompt=prompt)], progress)
+        [found] = asked.values()
+        likeliest = found["following"][0]["unit"]
+        addresses = []
+        for layer in run.layers:
+            about = {"prompt": prompt, "layer": layer.name}
+            if not layer.attends:
+                continue
+            if "attention" in kinds:
+                addresses.append(_address("/api/passages", kind="attention", **about))
+            if "contribution" in kinds:
+                addresses.append(_address("/api/passages", kind="contribution", target=likeliest, **about))
+        answers |= asked | _ask_all(app, addresses, progress)
+    answers["/api/run"]["text"] |= {"prompt": prompts[0], "prompts": list(prompts)}
+    _missing(answers["/api/run"], "it is estimated when it is asked for: start the explorer")
+    answers["/api/jobs/verify"] = {"result": _certificate(session, progress)}
+    return answers
+
+
+def _certificate(session: Session, progress: Progress | None) -> dict[str, Any] | None:
+    if session.subject.info["keep"] == "keys":
+        return None
+    return session.verify(progress).model_dump(mode="json")
+
+
 def _answers(session: Session, numbers: Sequence[int], progress: Progress | None) -> dict[str, Any]:
     """By address, what the server would answer."""
     app = application(session)
-    answers: dict[str, Any] = {}
-
-    async def ask_all(asked: Sequence[str]) -> None:
-        for done, address in enumerate(asked):
-            if progress is not None:
-                progress("asking", done, len(asked) + 1)
-            answers[unquote_plus(address)] = await asked_of(app, address)
-
-    asyncio.run(ask_all(questions(session, numbers)))
+    answers = _ask_all(app, questions(session, numbers), progress)
     try:
         for asked in _influence(session, numbers, progress):
-            asyncio.run(ask_all(asked))
+            answers |= _ask_all(app, asked, progress)
     except DualformError as error:
         _missing(answers["/api/run"], str(error))
     examples = [session.predictions.example(number).model_dump(mode="json") for number in numbers]
     some = {"found": len(examples), "offset": 0, "examples": examples}
     answers[_address("/api/examples", limit=SHOWN)] = some
-    verified = session.verify(progress).model_dump(mode="json") if session.subject.info["keep"] != "keys" else None
-    answers["/api/jobs/verify"] = {"result": verified}
+    answers["/api/jobs/verify"] = {"result": _certificate(session, progress)}
     return answers
+
+
+def _questions_about_run(session: Session) -> list[str]:
+    columns = session.book.rows.columns[1:]
+    return ["/api/run", "/api/log", *(_address("/api/rows", column=name) for name in columns)]
 
 
 def questions(session: Session, numbers: Sequence[int]) -> list[str]:
     """Every address that the page asks for, of these test examples; api.js sorts its parameters, and so do we."""
     run = session.run()
-    found = ["/api/run", "/api/log", *(_address("/api/rows", column=name) for name in session.book.rows.columns[1:])]
+    found = _questions_about_run(session)
     kinds = [view.kind for view in run.views if not view.missing and view.kind != "influence"]
     for number in numbers:
         name = f"test:{number}"

@@ -20,7 +20,7 @@ from dualform.errors import DataError
 from dualform.explorer.drawing import fit_drawing
 from dualform.explorer.forms import Excerpt
 from dualform.explorer.subject import Subject, check_sizes, subject
-from dualform.explorer.text import Language
+from dualform.explorer.text import Language, excerpt
 from dualform.language import description
 
 Reader = Callable[[Path, dict[str, Any], Path | None], Subject]
@@ -86,10 +86,7 @@ def _language(folder: Path, found: dict[str, Any], data: Path | None) -> Subject
     text = described.text
 
     def passage(position: int) -> Excerpt:
-        shown = text.passage(position)
-        return Excerpt(
-            before=shown.before, token=shown.token, after=shown.after, title=shown.title, position=shown.position
-        )
+        return excerpt(text.passage(position))
 
     begin = text.decode(text.test.ids[:LOOKED].tolist())
     sentence = re.search(r"[A-Z][a-z]* [^\n.]{30,}", begin)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.explorer.book import Book
 from dualform.explorer.forms import Curve, Kind, Parts, Prepared, Source, Sources, Timeline, Total, View
+from dualform.explorer.inputs import Inputs, can_be_joined, joined
 from dualform.explorer.keeping import Kept
 from dualform.explorer.predicting import Predictions
 from dualform.explorer.subject import Subject
@@ -115,7 +115,7 @@ class Scoring:
             if known is not None:  # found by another's scan meanwhile
                 return known
             asked = self._together(address, layer)
-            answer = self._subject.dual.attend(torch.cat(list(asked.values())))[layer]
+            answer = self._subject.dual.attend(joined(list(asked.values())))[layer]
             found = [weights.sum(1) for _, weights in answer.scores()]
             scores: Floats = (torch.cat(found, 1) if found else torch.zeros(len(asked), 0)).float().numpy()
             for place, one in enumerate(asked):
@@ -123,7 +123,7 @@ class Scoring:
                     self._kept.put((one, layer, "attention", None), np.array(scores[place]))
             return np.array(scores[0])
 
-    def _together(self, address: str, layer: str) -> dict[str, Tensor]:
+    def _together(self, address: str, layer: str) -> dict[str, Inputs]:
         """Inputs by address: the one that is asked for, and others that wait for the same layer."""
         asked = {address: self._predictions.inputs(address)}
         with self._lock:
@@ -135,7 +135,7 @@ class Scoring:
                 inputs = self._predictions.inputs(other)
             except QuestionError:
                 continue  # they will be told
-            if inputs.shape == asked[address].shape and inputs.dtype == asked[address].dtype:
+            if can_be_joined(inputs, asked[address]):
                 asked[other] = inputs
         return asked
 
@@ -144,7 +144,7 @@ class Scoring:
         sources() tells of them, if they were no more than can_estimate."""
         dual, by = self._subject.dual, self._subject.by
         influence = dual.influence(
-            torch.cat([self._predictions.inputs(address) for address, _ in asked]),
+            joined([self._predictions.inputs(address) for address, _ in asked]),
             target=[target for _, target in asked],
             sample=by[-1] if by else None,
             progress=progress,

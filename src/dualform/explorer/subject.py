@@ -17,7 +17,9 @@ from dualform.errors import QuestionError
 from dualform.explorer.collection import Key, TestSet, TrainingSet
 from dualform.explorer.forms import Named, Shown, Value
 from dualform.explorer.showing import Show, shown
-from dualform.explorer.text import Language
+from dualform.explorer.text import Language, language_of
+from dualform.language.documents import RecordedDocuments
+from dualform.query.forward import output_of
 
 Names = Sequence[str] | Mapping[Any, str]
 ClassNames = Names | Mapping[str, Names] | None
@@ -120,8 +122,12 @@ def subject(
     title: str | None = None,
     ink: bool = False,
     language: Language | None = None,
+    tokenizer: Any = None,
 ) -> Subject:
-    """Put together what the user gave; columns that were not recorded are left out, unless they were asked for by name."""
+    """Put together what the user gave; columns that were not recorded are left out, unless they were asked for by name.
+
+    tokenizer: shows test examples as text; without test examples, the model is a language model that takes prompts.
+    """
     columns = dual.info()["columns"]
     names = (by,) if isinstance(by, str) else tuple(by)
     unknown = [name for name in names if name not in columns]
@@ -129,6 +135,10 @@ def subject(
         raise QuestionError(f"by={by!r}: there is no column {unknown[0]!r}. Columns: {', '.join(columns) or 'none'}.")
     if label != "label" and label not in columns:
         raise QuestionError(f"label={label!r}: there is no such column. Columns: {', '.join(columns) or 'none'}.")
+    if tokenizer is not None and test is not None and show is None:
+        show = _as_text(tokenizer)
+    elif tokenizer is not None and language is None:
+        language = language_of(RecordedDocuments(dual, tokenizer, names[-1]))
     tests = TestSet(test)
     if len(tests) and language is None:
         _try(dual, tests)
@@ -151,6 +161,16 @@ def subject(
     return found
 
 
+def _as_text(tokenizer: Any) -> Show:
+    """Show inputs by their tokens, and texts as they are."""
+
+    def show(sample: Any) -> Any:
+        tokens = sample["input_ids"] if isinstance(sample, Mapping) else sample
+        return sample if isinstance(sample, str) else tokenizer.decode(tokens, skip_special_tokens=True)
+
+    return show
+
+
 def _check_labels(subject: Subject) -> None:
     """Refuse test labels that name no output, before anybody looks at a page. Of datasets only the first label is read: that may be slow."""
     for part in subject.test.parts:
@@ -165,7 +185,7 @@ def _try(dual: dualform.Dual, tests: TestSet) -> None:
     model = dual.model()
     try:
         with torch.no_grad():
-            model(part.batch([place]))
+            output_of(model, part.batch([place]))
     except Exception as error:  # whatever a user's model does
         raise QuestionError(
             f"the model does not take the first test example: {type(error).__name__}: {error}. Give inputs as the model takes them."

@@ -182,10 +182,13 @@ class Texts:
     def _best(self, answer: Answer, k: int, *, lowest: bool = False) -> list[Passage]:
         """The k places with the highest totals. Slots that serve all rows stand nowhere in the text."""
         position = self._language.position
-        top = answer.top(k + 1, by=position, lowest=lowest).drop_nulls(position)[:k]
+        by = (position,) if isinstance(position, str) else position
+        # A slot's position in its row is called so in tables
+        columns = ["slot_position" if name == "position" else name for name in by]
+        top = answer.top(k + 1, by=by, lowest=lowest).drop_nulls(columns)[:k]
         return [
             Passage(
-                excerpt=self._language.passage(int(line[position])),
+                excerpt=self._language.passage(*(line[column] for column in columns)),
                 weight=float(line[answer.value]),
                 visits=int(line["visits"]),
             )

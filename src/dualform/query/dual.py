@@ -304,7 +304,7 @@ class Dual:
         prompt: a text or a list of chat messages, with the tokenizer; or its tokens. completion: a text or tokens; default: the likeliest
         next token. by: the column that names documents. method: "influence", an estimate of how the completion's log-probability would
         change without a document; or "contribution", what it wrote to the weights, along that log-probability's gradient. documents: texts by
-        what `by` names, if they were not recorded as a column `text`. layers, where: only these. lowest: what speaks against the completion.
+        what `by` names, if they were not recorded as `text`, a column of the rows or of the samples. layers, where: only these. lowest: what speaks against the completion.
         segments, loss_mean: as for influence().
         """
         self._needs_model("sources")
@@ -325,7 +325,7 @@ class Dual:
         else:
             raise QuestionError(f'method={method!r}: expected "influence" or "contribution".')
         sums = answer.sums(by, where=where)
-        return rank_documents(asked, method, sums, k, lowest, Texts(self.rows, documents))
+        return rank_documents(asked, method, sums, k, lowest, Texts([self.samples, self.rows], documents))
 
     def masked(
         self,
@@ -415,7 +415,7 @@ class Dual:
         train: what the column `by` numbers, an array or dataset of inputs or (input, label) pairs; with by=("task", "sample_id"),
         a dictionary of such. test: inputs with labels, (inputs, labels) or a dataset, or a dictionary of such.
         Options: class_names=[…]; show=function of an input that gives an array, a text or a vector ("image" | "vector" | "text");
-        by="sample_id"; label="label"; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
+        by="sample_id"; label="label"; tokenizer=: of a Transformer, whose documents `by` names, for prompts; draw=function from ink (32, 32) to an input; title=; host="127.0.0.1"; port=0; browser=True;
         block=: whether to wait (default: not in a notebook). Returns the server, with `url`, which has the token that every
         visitor needs, and `close()`.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,8 @@ class Sources:
 class Texts:
     """Where the texts of documents are."""
 
-    rows: pl.DataFrame
-    """The row table, which may have them as a column."""
+    tables: Sequence[pl.DataFrame | None]
+    """Tables that may have them, the first that has comes first: the samples of a run, and its rows."""
     given: Any = None
     """By what names a document, its text: a sequence, a mapping or a dataset."""
 
@@ -129,13 +129,14 @@ class Texts:
         """Return the texts of documents; None if they are not known."""
         if self.given is not None:
             return pl.Series(TEXT, [self._given(row) for row in names.iter_rows()], pl.String)
-        if TEXT in names.columns or self.rows.schema.get(TEXT) != pl.String:
-            return None
         by = names.columns
-        if not set(by) <= set(self.rows.columns):
-            return None
-        wanted = self.rows.join(names, on=by, how="semi").group_by(by).agg(pl.col(TEXT).first())
-        return names.join(wanted, on=by, how="left", maintain_order="left")[TEXT]
+        for table in self.tables:
+            if table is None or TEXT in by or table.schema.get(TEXT) != pl.String or not set(by) <= set(table.columns):
+                continue
+            if all(table.schema[name] == names.schema[name] for name in by):
+                texts = table.join(names, on=by, how="semi").group_by(by).agg(pl.col(TEXT).first())
+                return names.join(texts, on=by, how="left", maintain_order="left")[TEXT]
+        return None
 
     def _given(self, row: tuple[Any, ...]) -> str | None:
         name = row[0] if len(row) == 1 else row
