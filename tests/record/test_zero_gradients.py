@@ -454,3 +454,22 @@ def test_a_micro_batch_whose_gradients_are_zero_keeps_its_rows(tmp_path):
     dual = dualform.open(tmp_path / "run", model)
     assert dual.rows["sample_id"].to_list() == [7, 8]
     assert dual.verify().passed
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rows_of_a_step_without_any_gradient_are_named_all_the_same(tmp_path, optimizer):
+    """A ReLU that is closed for every row: the normalisation before it gets a gradient of exactly zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(3), nn.ReLU(), nn.Linear(3, CLASSES))
+    model[2].requires_grad_(False)
+    made = OPTIMIZERS[optimizer](model[0].parameters())
+    with dualform.record(model, made, tmp_path / "run") as recorder:
+        for step in range(2):
+            recorder.batch(sample_id=[7, 8])
+            x = torch.ones(2, 3) if step else -torch.ones(2, 3)
+            F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
+            made.step()
+            made.zero_grad()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.rows.select("step", "sample_id").rows() == [(0, 7), (0, 8), (1, 7), (1, 8)]
+    assert dual.verify().passed

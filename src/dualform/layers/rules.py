@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dualform.layers import attention, recurrent
+from dualform.layers import attention, elementwise, recurrent
 from dualform.layers.autocast import Autocast
 from dualform.layers.keys import Maps
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
@@ -353,6 +353,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.RNNCell: _RECURRENT,
 }
 _CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _save_x, _input_and_error)
+_ELEMENTWISE = Rule(elementwise.layers, elementwise.save_input, elementwise.slots)
 
 
 def rule_for(module: nn.Module) -> Rule | None:
@@ -362,7 +363,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     for kind, rule in RULES.items():
         if isinstance(module, kind):
             return rule
-    return None
+    return _ELEMENTWISE if elementwise.is_elementwise(module) else None
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:

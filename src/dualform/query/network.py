@@ -15,6 +15,7 @@ from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
 from dualform.layers.module_copy import rebind_forwards
 from dualform.progress import Progress, report
 from dualform.store.reader import Store
+from dualform.store.tensors import tensor_checksum
 
 
 class Network:
@@ -24,6 +25,7 @@ class Network:
         """model: gives the architecture; None: weights can be had, modules cannot."""
         if model is not None:
             _check_parameters(store, model)
+            _check_base(store, model)
         self._store = store
         self._model = model
         self._aliases = _aliases(model)
@@ -38,7 +40,9 @@ class Network:
         """Return a copy of the model with these weights, in evaluation mode."""
         if self._model is None:
             raise QuestionError("this needs the model: dualform.open(path, model).")
-        module = copy.deepcopy(self._model)
+        # What the store does not have stays as it is, so it need not be copied: it may be large, or quantised
+        shared = {id(p): _alias(p) for name, p in self._model.named_parameters() if name in self._store.manifest.base}
+        module = copy.deepcopy(self._model, shared)
         rebind_forwards(self._model, module)
         with torch.no_grad():
             for name, value in module.state_dict(keep_vars=True).items():
@@ -63,7 +67,12 @@ class Network:
         """
         nearest = max(snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step)
         snapshot = self._store.snapshot(nearest)
-        weights = {name.removeprefix("model."): snapshot[name] for name in snapshot if name.startswith("model.")}
+        first = self._store.snapshot(0)  # frozen weights are there alone
+        weights = {
+            name.removeprefix("model."): (snapshot if name in snapshot else first)[name]
+            for name in (*first, *snapshot)
+            if name.startswith("model.")
+        }
         if nearest == step:
             return weights
         manifest = self._store.manifest
@@ -73,7 +82,9 @@ class Network:
                 f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = [parameter.name for parameter in manifest.parameters]
-        others = set(weights) - set(recorded) - self._aliases
+        last = self._store.snapshot(self._store.snapshot_steps()[-1])
+        is_frozen = {name for name in weights if f"model.{name}" not in last}
+        others = set(weights) - set(recorded) - self._aliases - is_frozen
         _warn_of_snapshot(others, nearest, step, warned)
         wanted = [name for name in recorded if name not in without]
         for name in report("rebuilding", wanted, progress):
@@ -117,6 +128,24 @@ def _aliases(model: nn.Module | None) -> set[str]:
         return set()
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same memory, if it is an ordinary one: a copy of the model may change whether it needs a gradient."""
+    if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+        return parameter
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
+def _check_base(store: Store, model: nn.Module) -> None:
+    """Raise an error unless the model has the frozen weights that training ran on, which are not stored."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, known in store.manifest.base.items():
+        if name not in parameters or tensor_checksum(parameters[name]) != known:
+            raise ModelMismatchError(
+                f"the frozen weight {name!r} is not the one that training ran on. It is not stored, so it must come from your model: load "
+                f"the base model that was fine-tuned, in the same precision, with adapters that are not merged."
+            )
 
 
 def _check_parameters(store: Store, model: nn.Module) -> None:

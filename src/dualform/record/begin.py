@@ -20,6 +20,7 @@ from dualform.record.choose import EXCLUDED, Chosen, choose, described
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import snapshot_of
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
+from dualform.record.frozen import base_of
 from dualform.record.passes import PendingPasses
 from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
@@ -29,6 +30,7 @@ from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
 from dualform.store import format as store
 from dualform.store.lock import prepare
 from dualform.store.memory import Pool
+from dualform.store.tensors import tensor_checksum
 from dualform.store.writer import Writer
 from dualform.version import __version__
 
@@ -111,6 +113,8 @@ def record(
     chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
     if outputs and any(grouping.kind != "keys" for grouping in wanted):
         raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
+    base = base_of(model, several, {id(p) for one in chosen for p in one.parameters.values()})
+    waiting = [one for one in waiting if not base.keys() & one.parameters.keys()]
     axes = _checked_axes(batch_axis, [*chosen, *waiting])
     unasked = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
     if unasked:
@@ -149,6 +153,7 @@ def record(
         left_out=left_out,
         batch_axis=axes,
         settings={"seed": str(seed)},
+        base={name: tensor_checksum(tensor) for name, tensor in base.items()},
     )
     steps.watch.refuse_shared()
     kept = None
@@ -156,7 +161,7 @@ def record(
         manifest = resuming.go_on(folder, before, manifest, passes, steps)
         kept = resuming.totals(folder, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
-    weights = snapshot_of(model, steps)
+    weights = snapshot_of(model, steps, is_first=before is None)
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = passes.store_as.pool
     writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)

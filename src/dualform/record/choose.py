@@ -71,8 +71,9 @@ def choose(
         if any(id(p) in optimized for p in full.values()):
             chosen.append(one)
         else:
-            left_out[name] = NOT_OPTIMIZED
             waiting.append(one)
+            if any(p.requires_grad for p in full.values()):  # what is frozen was not forgotten
+                left_out[name] = NOT_OPTIMIZED
     unmatched = [pattern for pattern in patterns if pattern not in matched and wanted is not None]
     unused = [pattern for pattern in excluded if pattern not in used]
     for argument, missing in (("layers", unmatched), ("exclude", unused)):
@@ -84,7 +85,8 @@ def choose(
     chosen = _whole(model, chosen, left_out)
     if not chosen:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
-        raise RecordingError(f"the model has no layer to record. {why or 'It has no layer of a known type.'}")
+        none = "All its layers are frozen." if waiting else "It has no layer of a known type."
+        raise RecordingError(f"the model has no layer to record. {why or none}")
     _check_outputs(chosen, outputs or {})
     if wanted is None:
         left_out.update(_uncovered(model, [*chosen, *waiting], left_out, optimized))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dualform.errors import RecordingError
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.frozen import base_of, frozen, is_part_of
 from dualform.record.interrupts import INTERRUPTS
 from dualform.record.passes import PendingPasses
 from dualform.record.steps import StepBuilder
@@ -28,12 +29,20 @@ SNAPSHOT_CHUNKS = 4
 """… and not before this many chunks' worth."""
 
 
-def snapshot_of(model: nn.Module, steps: StepBuilder) -> dict[str, Tensor]:
-    """Copies of all weights and buffers, and of the optimizer state of recorded parameters."""
+def snapshot_of(model: nn.Module, steps: StepBuilder, *, is_first: bool = False) -> dict[str, Tensor]:
+    """Copies of all weights and buffers that training may have changed, and of the optimizer state of recorded parameters.
+
+    is_first: with those frozen weights that an optimizer may get later.
+    """
+    skip = base_of if is_first else frozen
+    skipped = skip(model, steps.optimizers, steps.recorded)
     tensors = {
         f"model.{name}": _copied(value)
         for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and not value.is_complex()
+        if isinstance(value, Tensor)
+        and not nn.parameter.is_lazy(value)
+        and not value.is_complex()
+        and not is_part_of(name, skipped)
     }
     for watched in steps.watch.parameters():
         prefix = f"state.{watched.parameter.name}"

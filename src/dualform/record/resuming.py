@@ -72,7 +72,7 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
 
 def go_on(folder: Path, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
     """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
-    for what in ("keep", "dtype", "layers", "parameters"):
+    for what in ("keep", "dtype", "layers", "parameters", "base"):
         if getattr(before, what) != getattr(now, what):
             raise RecordingError(
                 f"resume: the recording in {folder} has other {what} than this model and these settings: "

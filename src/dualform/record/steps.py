@@ -8,7 +8,7 @@ optimizer has returned.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -108,11 +108,16 @@ class StepBuilder:
     def __init__(self, passes: PendingPasses, optimizers: Sequence[Optimizer], *, keep: str, on_unexplained: str):
         self.watch = EditWatch(optimizers, passes.parameters)
         self._passes = passes
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._keep = keep
         self._on_unexplained = on_unexplained
         self.first_row = 0
         """The number of the first row that is recorded: more than 0 in a resumed recording."""
+
+    @property
+    def recorded(self) -> Collection[int]:
+        """The ids of all recorded parameters."""
+        return self._passes.parameters.keys()
 
     def _settle_edits(self, update: Update, is_unchanged: Mapping[int, bool]) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
@@ -146,7 +151,7 @@ class StepBuilder:
         update.gradients = watch.gradients()
         audited = list(self._audit(step.record, projections, gradients, watch.settings()))
         # A loss scaler may leave the division to a fused optimizer
-        scale = getattr(self._optimizers[number], "grad_scale", None)
+        scale = getattr(self.optimizers[number], "grad_scale", None)
         self._write(update, audited, 1 / float(scale or 1.0))
         return update
 
@@ -182,7 +187,8 @@ class StepBuilder:
         for one in audited:
             # A bias before a normalisation has no true gradient. The Adam family divides its rounding by its rounding, and would
             # so make anything of a slot's part of it: the gradient is kept, and belongs to the initial part as a whole
-            if not one.verdict.determined and elementwise and self._keeps_gradient(one.parameter):
+            is_rounding = not one.verdict.determined and any(share.scale for share in one.shares)
+            if is_rounding and elementwise and self._keeps_gradient(one.parameter):
                 continue
             for share, factor in zip(one.shares, one.verdict.factors, strict=True):
                 if factor != 0:

@@ -179,6 +179,8 @@ class Manifest:
     rows: dict[str, RowEvidence] = field(default_factory=dict)
     """By layer: how it is known which row a slot belongs to."""
     settings: dict[str, str] = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)
+    """Checksums of the frozen weights that are not stored, by name: those under adapters, and quantised ones."""
 
     @property
     def end_step(self) -> int:

@@ -232,6 +232,13 @@ def _stretches(array: Any, rows: int) -> Iterator[tuple[int, Any]]:
         yield low, array[low : low + rows]
 
 
+def tensor_checksum(tensor: Tensor) -> str:
+    """Return a checksum of a tensor's numbers."""
+    import torch
+
+    return checksum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def read_label(files: Files, name: str, file: File) -> str | None:
     """Return the label of a file, from its header alone."""
     _, metadata = _parse_header(files, name, _read_header(files, name, file), file)

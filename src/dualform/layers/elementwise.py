@@ -1,0 +1,135 @@
+"""Modules that multiply their input, normalised or not, by one vector: RMSNorm in its many versions, LayerScale.
+
+Every library of language models has its own RMSNorm. They are recognised by what they do, not by their names: a module with nothing but
+one vector as its parameter, whose output at a place depends on the vector's entry of that place alone, and linearly.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming
+from dualform.layers.streams import Layer, Use
+
+TOLERANCE = 1e-3
+"""How far a probe may be off, relative to its largest number: modules may compute in 16 bits."""
+PROBED_ROWS, PROBED_POSITIONS = 2, 3
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    """Whether a module of unknown type multiplies by its only parameter, entry by entry."""
+    vector = _only_vector(module)
+    if vector is None or vector.device.type == "meta" or "forward" in vars(module) or not _takes_one_tensor(module):
+        return False
+    with torch.random.fork_rng(devices=[]), torch.autocast(vector.device.type, enabled=False):
+        torch.manual_seed(0)
+        try:
+            return _probe(module, vector)
+        except Exception:  # what takes no such input is no such module
+            return False
+
+
+def name_of_vector(module: nn.Module) -> str:
+    """The name of its only parameter."""
+    [name] = [name for name, parameter in module._parameters.items() if parameter is not None]
+    return name
+
+
+def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    """Its only linear map."""
+    short = name_of_vector(module)
+    size = module.get_parameter(short).numel()
+    return [Layer(name, "elementwise", size, size, (Use(named(short), "scale"),), form="parts")]
+
+
+def save_input(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
+    """What slots are computed from."""
+    positional, named = arguments
+    return (positional[0] if positional else next(iter(named.values())),)
+
+
+def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
+    """One slot for each row and position: its part of the vector's gradient."""
+    given = saved[0].detach()
+    if errors is None:  # there are no keys; this shows where the rows are
+        return [LayerSlots("", given, None)]
+    error = errors[0]
+    if error is None:
+        return []
+    vector = module.get_parameter(name_of_vector(module))
+    return [LayerSlots("", gradient_by_place(module, vector, given, error), error)]
+
+
+def gradient_by_place(module: nn.Module, vector: Tensor, given: Tensor, error: Tensor) -> Tensor:
+    """Each place's part of the vector's gradient, rounded as the module itself rounds. given, error, result: (…, d)."""
+    with torch.enable_grad(), _autograd_within_operators():
+        # One copy of the vector for each place, so that autograd does not add up their gradients
+        copies = vector.detach().expand(given.shape).requires_grad_()
+        output = _forward(module, copies, given)
+        [parts] = torch.autograd.grad(output, copies, error)
+    return parts
+
+
+def _autograd_within_operators() -> AbstractContextManager[Any]:
+    """Let autograd work in the body of a custom operator, where PyTorch turns it off: compiled graphs call this from one."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
+def _forward(module: nn.Module, vector: Tensor, given: Tensor) -> Tensor:
+    """The module's output with another vector in its place, without its hooks."""
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {}
+    twin.__dict__[name_of_vector(module)] = vector
+    output: Tensor = twin.forward(given)
+    return output
+
+
+def _only_vector(module: nn.Module) -> nn.Parameter | None:
+    """Its parameter, if that is all it has."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    has_more = bool(module._modules) or any(buffer is not None for buffer in module._buffers.values())
+    if has_more or len(own) != 1 or own[0].dim() != 1 or not own[0].is_floating_point():
+        return None
+    return own[0]
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    required = [
+        parameter
+        for parameter in inspect.signature(type(module).forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return len(required) == 2  # self and the input
+
+
+def _probe(module: nn.Module, vector: nn.Parameter) -> bool:
+    """Try the module on random numbers."""
+    size = vector.numel()
+    given = torch.randn(PROBED_ROWS, PROBED_POSITIONS, size, device=vector.device).to(vector.dtype)
+    one = torch.randn(size, device=vector.device).to(vector.dtype)
+    other = torch.randn(size, device=vector.device).to(vector.dtype)
+    with torch.no_grad():
+        outputs = [_forward(module, weights, given) for weights in (one, other, one + other, torch.zeros_like(one))]
+    if any(not isinstance(output, Tensor) or output.shape != given.shape for output in outputs):
+        return False
+    is_linear = _is_close(outputs[0] + outputs[1], outputs[2] + outputs[3])
+    # The gradient at one place must come from the error signal of that place alone
+    error = torch.zeros_like(outputs[0])
+    error[0, 1, 0] = 1
+    parts = gradient_by_place(module, one, given, error)
+    elsewhere = parts.clone()
+    elsewhere[0, 1, 0] = 0
+    return is_linear and bool(parts[0, 1, 0] != 0) and not bool(elsewhere.any())
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    coarse = torch.finfo(one.dtype).eps * 8
+    return float((one - other).abs().max()) <= max(TOLERANCE, coarse) * scale
