@@ -48,6 +48,7 @@ import dualform
 from dualform.errors import DualformError, RecordingError
 from dualform.record import finished
 from dualform.store import files
+from dualform.store.files import files_at
 from dualform.store.format import MANIFEST
 from dualform.store.reader import Store
 
@@ -349,7 +350,7 @@ def _hooks(training: Training) -> list[str]:
 
 
 def _check_store(training: Training, by_signal: bool) -> str:
-    store = Store(training.folder)
+    store = Store(files_at(training.folder))
     end = store.end_step
     alone = store.manifest.keep == "totals"
     most = max(training.finished, training.begun)
@@ -399,9 +400,9 @@ def _check_totals(store: Store, *, must_be_there: bool) -> None:
         return
     with tempfile.TemporaryDirectory(dir=_memory()) as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(store.folder, copy)
+        shutil.copytree(store.location, copy)
         dualform.build_totals(copy, "label")
-        built = Store(copy)
+        built = Store(files_at(copy))
         assert store.groups(0).equals(built.groups(0))
         names = sorted(name for name in built.totals() if name[0].isdigit())
         assert names == sorted(name for name in store.totals() if name[0].isdigit())
@@ -422,7 +423,7 @@ def _check_goes_on(training: Training) -> None:
     recorder = dualform.record(again.model, again.optimizers, again.folder, overwrite=True, **settings)
     with recorder:
         again._step(recorder, 0)
-    assert Store(again.folder).end_step == 1
+    assert Store(files_at(again.folder)).end_step == 1
 
 
 def _memory() -> str | None:

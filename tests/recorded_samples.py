@@ -16,5 +16,5 @@ def record(model, path, optimizer=None, **settings):
 def slot_frame(dual, layer):
     """Every slot with its address and columns, in the order of the slots."""
     query = torch.zeros(1, dual.layer(layer).keys.shape[1], dtype=torch.float64)
-    found = dualform.open(dual.store.folder).attend({layer: query})[layer].top(10**6)
+    found = dualform.open(dual.store.location).attend({layer: query})[layer].top(10**6)
     return found.sort("slot")

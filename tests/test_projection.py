@@ -33,17 +33,17 @@ def test_rows_that_sum_to_zero_are_seen_by_every_column(inputs):
 def test_the_same_name_and_seed_give_the_same_view(shape, vector):
     value = torch.randn(shape, dtype=torch.float64)
     one, other = (Projection.of("a.weight", shape, torch.float64, 7, vector=vector) for _ in range(2))
-    assert np.array_equal(one.look(value), other.look(value))
-    assert one.fingerprint(one.look(value)) == other.fingerprint(other.look(value))
+    assert np.array_equal(one.project(value), other.project(value))
+    assert one.fingerprint(one.project(value)) == other.fingerprint(other.project(value))
     third = Projection.of("b.weight", shape, torch.float64, 7, vector=vector)
-    assert third.fingerprint(third.look(value)) != one.fingerprint(one.look(value))
+    assert third.fingerprint(third.project(value)) != one.fingerprint(one.project(value))
 
 
 def test_a_view_is_linear_and_about_as_large_as_what_is_seen():
     weight = torch.randn(200, 300, dtype=torch.float64)
     projection = Projection.of("w", (200, 300), torch.float64, 7, vector=False)
-    seen = projection.look(weight)
-    np.testing.assert_allclose(projection.look(3 * weight), 3 * seen)
+    seen = projection.project(weight)
+    np.testing.assert_allclose(projection.project(3 * weight), 3 * seen)
     assert np.linalg.norm(seen) / np.sqrt(projection.columns) == pytest.approx(float(weight.norm()), rel=0.2)
 
 
@@ -53,3 +53,30 @@ def test_the_users_random_numbers_are_not_touched():
     torch.manual_seed(0)
     Projection.of("w", (4, 5), torch.float32, 7, vector=False)
     assert torch.rand(1) == expected
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (6, 3, 5, 5), (500, 400)])
+def test_the_layout_in_memory_does_not_matter(shape):
+    weight = torch.randn(shape, dtype=torch.float64)
+    projection = Projection.of("w", shape, torch.float64, 7, vector=False)
+    transposed = weight.transpose(0, 1).contiguous().transpose(0, 1)
+    np.testing.assert_allclose(projection.project(transposed), projection.project(weight), rtol=1e-12)
+
+
+def test_a_weight_without_columns():
+    projection = Projection.of("w", (5, 0), torch.float32, 7, vector=False)
+    assert projection.project(torch.empty(5, 0)).tolist() == [0.0] * 5
+
+
+def test_a_sparse_gradient():
+    gradient = torch.randn(50, 9, dtype=torch.float64)
+    projection = Projection.of("w", (50, 9), torch.float64, 7, vector=False)
+    np.testing.assert_allclose(projection.project(gradient.to_sparse()), projection.project(gradient))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_was_seen_of_a_vector_is_a_copy(dtype):
+    bias = torch.ones(6, dtype=dtype)
+    projected = Projection.of("b", (6,), dtype, 7, vector=True).project(bias)
+    bias.zero_()
+    assert projected.tolist() == [1.0] * 6

@@ -44,8 +44,8 @@ from dualform.dual.gradients import Replayed
 from dualform.layers.keys import part as columns
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual
-from dualform.store.files import LocalFiles
-from dualform.store.format import load_manifest
+from dualform.store.files import files_at
+from dualform.store.format import read_manifest
 from dualform.store.writer import publish_manifest
 from reference import attention as reference  # type: ignore[import-not-found]
 from reference import ranking
@@ -389,7 +389,7 @@ class Comparison:
 
     def _totals_are_as_scanned(self) -> None:
         """Totals by part, from the folder of totals and from the slots."""
-        folder = self.dual.store.folder
+        folder = Path(self.dual.store.location)
         if not self.dual.store.manifest.totals:
             dualform.build_totals(folder, "part")
         with_totals = dualform.open(folder, self.case.network())
@@ -431,12 +431,12 @@ class Comparison:
         total = np.zeros(replayed.shape)
         for place, step in enumerate(updates.steps.tolist()):
             sizes, terms = np.zeros(replayed.shape), 0
-            for factor, layer, keys, errors, _ in replayed.read(place).slots:
-                for use in replayed.uses(layer):
-                    written = keys.vectors() if use.role == "scale" else columns(errors, use.errors)
+            for call in replayed.read(place).calls:
+                for use in replayed.uses(call.layer):
+                    written = call.keys.vectors() if use.role == "scale" else columns(call.errors, use.errors)
                     own = sizes[slice(*use.rows)] if use.rows else sizes
-                    own += abs(factor) * written.abs().sum(0).numpy()
-                    terms += len(errors)
+                    own += abs(call.factor) * written.abs().sum(0).numpy()
+                    terms += len(call.errors)
             both = 2 * (terms + 1) * float(roundoff) * sizes  # the product with the factor is one more rounding
             total += np.abs(self.expected.coefficients[name][step]) * both
         return total
@@ -444,7 +444,7 @@ class Comparison:
 
 def _without_totals(folder: Path) -> None:
     """Forget the totals of a store."""
-    publish_manifest(LocalFiles(folder), replace(load_manifest(folder), totals=None))
+    publish_manifest(files_at(folder), replace(read_manifest(files_at(folder)), totals=None))
 
 
 def _size(values: Array) -> float:

@@ -26,7 +26,8 @@ from campaigns.case import Outcome
 from campaigns.guards import guarded, limit_memory
 from campaigns.runs import KINDS, Kind, Training
 from dualform.errors import DualformError, StoreError
-from dualform.store.format import MANIFEST, ROWS, SLOTS, STEPS, SUMS, UPDATES, Manifest, load_manifest
+from dualform.store.files import files_at
+from dualform.store.format import MANIFEST, ROWS, SLOTS, STEPS, SUMS, UPDATES, Manifest, read_manifest
 from dualform.store.reader import Store
 
 BATCH = 1000
@@ -44,7 +45,7 @@ class Target:
         self.folder = folder
         self.kind = kind
         self.expected = expected
-        self.manifest: Manifest = load_manifest(folder)
+        self.manifest: Manifest = read_manifest(files_at(folder))
         self.content = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
         self.types: dict[str, list[Path]] = {}
         for path in self.content:
@@ -251,16 +252,16 @@ def _write(files: Files) -> None:
 def _judge(target: Target, changed: Sequence[Path], number: int) -> str:
     """What becomes of a mutation; raises whatever is no StoreError."""
     try:
-        store = Store(target.folder)
+        store = Store(files_at(target.folder))
         for path in changed:
             _read(store, path)
     except StoreError as error:
         if number % SAMPLED == 0:
             _check_refusal(target)
         return type(error).__name__
-    if store.manifest == Store(target.folder, target.manifest).manifest and [path.name for path in changed] == [
-        MANIFEST
-    ]:
+    if store.manifest == Store(files_at(target.folder), target.manifest).manifest and [
+        path.name for path in changed
+    ] == [MANIFEST]:
         return "harmless"
     return _answers_as_before(target)
 

@@ -12,6 +12,7 @@ from campaigns import forks
 from campaigns.contents import Contents, contents, differences, totals_differ
 from campaigns.runs import STEPS, Kind, State, Training
 from dualform.errors import StoreMissingError
+from dualform.store.files import files_at
 from dualform.store.reader import Store
 
 
@@ -40,23 +41,23 @@ def _reference(kind: Kind, seed: int, folder: Path) -> Reference:
     with plain.record(folder / "plain") as recorder:
         while plain.done < STEPS:
             plain.step(recorder)
-    whole = contents(Store(folder / "plain"))
+    whole = contents(Store(files_at(folder / "plain")))
 
     sealed = Training(kind, seed)
     states = [sealed.state()]
     snapshots = {}
     totals: list[dict[str, Any]] = [{}]
     with sealed.record(folder / "sealed") as recorder:
-        snapshots.update(contents(Store(folder / "sealed")).snapshots)
+        snapshots.update(contents(Store(files_at(folder / "sealed"))).snapshots)
         while sealed.done < STEPS:
             sealed.step(recorder)
             recorder.seal()
             states.append(sealed.state())
             if not kind.keeps_slots:  # such a store has the first snapshot and the last one only
-                snapshots.update(contents(Store(folder / "sealed")).snapshots)
+                snapshots.update(contents(Store(files_at(folder / "sealed"))).snapshots)
             if kind.has_totals:
-                totals.append(contents(Store(folder / "sealed")).totals)
-    known = contents(Store(folder / "sealed"))
+                totals.append(contents(Store(files_at(folder / "sealed"))).totals)
+    known = contents(Store(files_at(folder / "sealed")))
     known.snapshots.update(snapshots)
     said = differences(whole, known)
     if said or not known.end_step == whole.end_step == STEPS:
@@ -94,7 +95,7 @@ def check(folder: Path, expected: Reference, promised: int) -> int | None:
 
 def resume_step(folder: Path, kind: Kind) -> int:
     """The last step that a recording can be gone on with from; totals are those of one step."""
-    manifest = Store(folder).manifest
+    manifest = Store(files_at(folder)).manifest
     if kind.has_totals:
         return manifest.totals.step if manifest.totals else 0
     return manifest.end_step

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dualform.errors import QuestionError
@@ -106,11 +107,28 @@ def read_queries(path: Path, layer: str) -> Tensor:
     raise QuestionError(f"{path}: query vectors are read from {', '.join(READERS)} files, not from {path.suffix!r}.")
 
 
-def read_inputs(path: Path, dual: Dual) -> Tensor:
-    """Test inputs, an entry each, in the type of the recording's weights; whole numbers stay whole."""
-    found = read_queries(path, "inputs")
-    kind = dual.store.manifest.parameters[0].dtype
-    return found.to(getattr(torch, kind)) if found.is_floating_point() else found
+def read_inputs(path: Path, dual: Dual) -> Tensor | dict[str, Tensor]:
+    """Test inputs, an entry each, in the type of the recording's weights; whole numbers stay whole.
+
+    A .safetensors file with several tensors has the model's arguments by name: input_ids, attention_mask, …
+    """
+    dtype = getattr(torch, dual.store.manifest.parameters[0].dtype)
+    if path.suffix == ".safetensors" and path.is_file():
+        named = _all_tensors(path)
+        if len(named) > 1:
+            return {name: _in_type(tensor, dtype) for name, tensor in named.items()}
+    return _in_type(read_queries(path, "inputs"), dtype)
+
+
+def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _all_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise QuestionError(f"{path} cannot be read as test inputs: {error}.") from None
 
 
 def _from_safetensors(path: Path, layer: str) -> Tensor:

@@ -16,9 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Looked = np.ndarray[Any, np.dtype[np.floating[Any]]]
-"""A tensor seen through R, (rows × columns of R,), in its own type; may share its memory."""
+Projected = np.ndarray[Any, np.dtype[np.float64]]
+"""A tensor seen through R, (rows × columns of R,)."""
+
+SLACK = 64.0
+"""How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
@@ -38,7 +40,7 @@ class Projection:
     """Of R; 1 for a vector."""
     random: Tensor
     """R, (inputs, columns), entries of size 1 or about 1, column after column in memory, for fast products."""
-    mixed: Floats
+    mixed: Projected
     """r, (rows × columns,): the number that is stored of a weight W is r · (W R)."""
 
     @staticmethod
@@ -54,16 +56,14 @@ class Projection:
         mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * columns)
         return Projection(not vector, rows, columns, random, mixed)
 
-    def look(self, tensor: Tensor) -> Looked:
-        """A tensor like the parameter, or some of its rows, seen through R."""
+    def project(self, tensor: Tensor) -> Projected:
+        """Return a tensor like the parameter, or some of its rows, as seen through R. The product runs on the tensor's own device."""
         tensor = tensor.detach()
-        looked: Looked
-        if not self.is_matrix:
-            looked = tensor.cpu().numpy().reshape(-1)
-            return looked
-        matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
-        looked = (matrix @ self.random_like(matrix)).cpu().numpy().reshape(-1)
-        return looked
+        if self.is_matrix:
+            matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+            tensor = matrix @ self.random_like(matrix)
+        projected: Projected = tensor.cpu().to(torch.float64, copy=True).numpy().reshape(-1)
+        return projected
 
     def random_like(self, tensor: Tensor) -> Tensor:
         """R in the type and place of a tensor."""
@@ -71,10 +71,10 @@ class Projection:
             return self.random
         return self.random.to(tensor.device, tensor.dtype)
 
-    def fingerprint(self, looked: Looked) -> float:
+    def fingerprint(self, projected: Projected) -> float:
         """One number that tells what was seen: r · (W R)."""
         with np.errstate(all="ignore"):  # what has diverged may overflow
-            return float(self.mixed @ looked)
+            return float(self.mixed @ projected)
 
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -397,7 +397,7 @@ def test_the_audit_sees_the_gradient_in_the_slots(kind, data, seed):
         assert not any(layer.problems for layer in module.layers)
         torch.testing.assert_close(
             torch.from_numpy(parameter.share(1).added),
-            torch.from_numpy(parameter.look(gradient)),
+            torch.from_numpy(parameter.project(gradient)),
             **EXACT,
             msg=lambda text, parameter=parameter: f"{parameter.name}: {text}",
         )

@@ -148,13 +148,13 @@ def test_an_output_that_needs_a_target(tmp_path):
 
         def forward(self, x):
             y = self.map(x)
-            return y if self.training else {"logits": y}
+            return y if self.training else {"classes": y}
 
     torch.manual_seed(0)
     run = train(tmp_path / "run", model=Nested().double(), steps=2)
     with pytest.raises(QuestionError, match=r"output is dict, not \(12, units\)\. Say what the target is"):
         run.dual.contributions(INPUTS)
-    parts = run.dual.contributions(INPUTS, target=lambda output: output["logits"][:, 0])["map"].parts()
+    parts = run.dual.contributions(INPUTS, target=lambda output: output["classes"][:, 0])["map"].parts()
     assert parts["remainder"].abs().max() < 1e-14
 
 

@@ -39,7 +39,7 @@ def test_an_executor_changes_no_answer(trained, monkeypatch, question, kind, tas
     monkeypatch.setattr(scanning, "TASKS_AHEAD", tasks_ahead)
     ask = QUESTIONS[question]
     with ThreadPoolExecutor(3) as pool:
-        dual = dualform.open(trained.dual.store.folder, trained.model, executor=pool)
+        dual = dualform.open(trained.dual.store.location, trained.model, executor=pool)
         for layer in dual.layers:
             found = ask(getattr(dual, kind)(INPUTS)[layer])
             expected = ask(getattr(trained.dual, kind)(INPUTS)[layer])
@@ -48,7 +48,7 @@ def test_an_executor_changes_no_answer(trained, monkeypatch, question, kind, tas
 
 def test_parts_and_influence_on_an_executor(trained):
     with ThreadPoolExecutor(3) as pool:
-        dual = dualform.open(trained.dual.store.folder, trained.model, executor=pool)
+        dual = dualform.open(trained.dual.store.location, trained.model, executor=pool)
         assert_frame_equal(dual.contributions(INPUTS)["2"].parts(), trained.dual.contributions(INPUTS)["2"].parts())
         found, expected = (d.influence(INPUTS[:2], segments=[(0, 12)]) for d in (dual, trained.dual))
         assert_frame_equal(found.total("label"), expected.total("label"))
@@ -125,6 +125,6 @@ def test_a_reducer_of_ones_own_sees_every_score(trained, where):
     expected = trained.dual.attend(INPUTS)["2"].top(1, where=where)["weight"].to_torch()
     with ThreadPoolExecutor(3) as pool:
         for executor in (None, pool):
-            dual = dualform.open(trained.dual.store.folder, trained.model, executor=executor)
+            dual = dualform.open(trained.dual.store.location, trained.model, executor=executor)
             found = dual.attend(INPUTS)["2"].reduce(Highest(len(INPUTS)), where=where)
             torch.testing.assert_close(found.scores, expected.to(found.scores.dtype))

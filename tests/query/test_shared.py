@@ -253,7 +253,7 @@ def test_queries_that_serve_all_examples_or_one_each(dual):
     found = []
     for by_row in (False, True):
         inputs = {"tokens": TEXT[:3], "by_row": by_row}
-        found.append(run(dual.model(), layers, inputs, 3, {}, 1, True).layers[SHARED])
+        found.append(run(dual.model(), layers, inputs, 3, {}, lambda output: output[:, 1]).layers[SHARED])
     torch.testing.assert_close(found[0].queries, found[1].queries)
     torch.testing.assert_close(found[0].gradients, found[1].gradients)
 
@@ -335,7 +335,7 @@ def test_influence_of_a_layer_shows_them(dual):
 
 
 def test_exports(dual, tmp_path):
-    bare = dualform.open(dual.store.folder)
+    bare = dualform.open(dual.store.location)
     queries = torch.eye(LENGTH, dtype=torch.float64)[:2]
     write_top(bare, SHARED, queries, tmp_path, k=2)
     found = pl.read_parquet(tmp_path / f"attention-{SHARED}.parquet")

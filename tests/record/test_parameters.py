@@ -40,8 +40,25 @@ def test_rounding_is_no_edit_however_large_a_weight_is(size):
     """Squares of what is seen of it may not fit into its type."""
     weight = nn.Parameter(size * torch.randn(1, 5, generator=torch.Generator().manual_seed(0)))
     parameter = RecordedParameter(0, "w", weight, 0, vector=False)
-    seen, mark = parameter.seen.astype(float), (weight._version, weight.data_ptr())
-    parameter.remembered(seen * (1 + 1e-7), mark, 0)
+    seen = parameter.seen
+    parameter.seen = seen * (1 + 1e-7)
     assert not parameter.changed()
-    parameter.remembered(seen * (1 + 1e-3), mark, 0)
+    parameter.seen = seen * (1 + 1e-3)
     assert parameter.changed()
+
+
+@pytest.mark.parametrize("shape", [(100, 300), (7, 33), (1, 5), (40,), (6, 3, 5, 5), (5, 0)])
+def test_an_edit_that_pytorch_does_not_count_is_seen_once_its_part_is_compared(shape):
+    """A vector is compared as a whole each time, a weight in turns."""
+    value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    parameter = RecordedParameter(0, "p", value, 5, vector=len(shape) == 1)
+    assert not any(parameter.changed() for _ in range(2 * PARTS))
+    value.data.view(-1)[-1:] += 10.0
+    times = sum(parameter.changed() for _ in range(parameter.turns))
+    assert times == (1 if value.numel() else 0)
+
+
+def test_a_weight_that_is_not_a_number_was_not_edited():
+    weight = nn.Parameter(torch.full((10, 3), torch.nan))
+    parameter = RecordedParameter(0, "w", weight, 5, vector=False)
+    assert not any(parameter.changed() for _ in range(PARTS))

@@ -209,7 +209,7 @@ def test_the_random_matrix_shows_rows_that_sum_to_zero(inputs):
         values = torch.randn(16, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         values -= values.mean(1, keepdim=True)
         one = projection.Projection.of("weight", (16, inputs), torch.float64, seed, vector=False)
-        seen = math.sqrt(float((one.look(values) ** 2).sum()))
+        seen = math.sqrt(float((one.project(values) ** 2).sum()))
         assert seen > 1e-3 * float(values.norm())
 
 

@@ -10,7 +10,8 @@ import dualform
 from dualform.errors import StoreChangedError, StoreDamagedError, StoreError
 from dualform.record import resuming
 from dualform.store import catalog
-from dualform.store.format import MANIFEST, load_manifest, read_manifest
+from dualform.store.files import files_at
+from dualform.store.format import MANIFEST, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_run_that_is_being_resumed(run):
     resumed = []
 
     def look(*_):
-        resumed.append(load_manifest(run).end_step)
+        resumed.append(read_manifest(files_at(run)).end_step)
         shutil.rmtree(run / "chunk-000003")
         with pytest.raises(StoreChangedError, match="chunk-000003"):
             dual.rows  # noqa: B018
@@ -163,15 +164,15 @@ def test_files_that_change_though_the_manifest_does_not(run):
 
 
 def test_a_run_that_changes_while_it_is_opened_is_opened_again(run, monkeypatch):
-    stale = load_manifest(run)
+    stale = read_manifest(files_at(run))
     record(run, seed=1, overwrite=True)
     given = [stale]
     monkeypatch.setattr(catalog, "read_manifest", lambda files: given.pop() if given else read_manifest(files))
-    assert dualform.open(run).store.manifest.run == load_manifest(run).run
+    assert dualform.open(run).store.manifest.run == read_manifest(files_at(run)).run
 
 
 def test_a_run_that_never_stops_changing(run, monkeypatch):
-    stale = load_manifest(run)
+    stale = read_manifest(files_at(run))
     record(run, seed=1, overwrite=True)
     calls = []
 
@@ -201,7 +202,7 @@ def test_the_error_is_a_store_error():
 @pytest.mark.filterwarnings("ignore:resume. the optimizer has no momentum")
 def test_a_run_that_is_resumed_again_and_again_at_the_same_step(run):
     """The first to go on writes the snapshot of that step, which all others keep."""
-    data = resuming.manifest(run, 7)
+    data = resuming.manifest(files_at(run), 7)
     (run / MANIFEST).write_bytes(data.dump())
     model = network()
     weights = dualform.open(run, model).at(7).model().state_dict()

@@ -8,7 +8,8 @@ from inconsistent import record, set_at, write_manifest
 
 from dualform.store import consistency
 from dualform.store.consistency import check_manifest
-from dualform.store.format import MANIFEST, load_manifest
+from dualform.store.files import files_at
+from dualform.store.format import MANIFEST, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def whole(tmp_path_factory):
 
 
 def test_what_the_recorder_writes_is_consistent(whole):
-    check_manifest(load_manifest(whole))
+    check_manifest(read_manifest(files_at(whole)))
 
 
 @pytest.mark.parametrize(
@@ -85,17 +86,17 @@ def test_what_does_not_fit(whole, tmp_path, path, value, says):
         data["steps"] = data["chunks"][-1]["end_step"]
     write_manifest(tmp_path, data)
     with pytest.raises(ValueError, match=says):
-        check_manifest(load_manifest(tmp_path))
+        check_manifest(read_manifest(files_at(tmp_path)))
 
 
 def test_chunks_of_a_store_that_keeps_totals_only(whole):
-    manifest = load_manifest(whole)
+    manifest = read_manifest(files_at(whole))
     with pytest.raises(ValueError, match='it keeps "totals", but has chunks'):
         check_manifest(replace(manifest, keep="totals"))
 
 
 def test_tables_may_be_a_hundred_times_as_large_as_the_store(whole, monkeypatch):
-    manifest = load_manifest(whole)
+    manifest = read_manifest(files_at(whole))
     nbytes = sum(file.size for _, file in manifest.files())
     assert consistency.table_limit(nbytes) == 1 << 30
     assert consistency.table_limit(1 << 40) == 100 << 40

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from dualform.errors import StoreDamagedError, StoreMissingError, StoreVersionError
+from dualform.store.files import files_at
 from dualform.store.format import (
     MANIFEST,
     VERSION,
@@ -15,7 +16,7 @@ from dualform.store.format import (
     Snapshot,
     checksum,
     chunk_name,
-    load_manifest,
+    read_manifest,
     snapshot_name,
 )
 from training import linear
@@ -59,14 +60,14 @@ def save(folder, manifest, **changes):
 
 def test_a_manifest_is_read_back_as_it_was_written(tmp_path, manifest):
     (tmp_path / MANIFEST).write_bytes(manifest.dump())
-    assert load_manifest(tmp_path) == manifest
+    assert read_manifest(files_at(tmp_path)) == manifest
     assert manifest.end_step == 3
 
 
 def test_texts_in_any_script_come_back(tmp_path, manifest):
     named = replace(manifest, left_out={'é\n"x': "層 \u2028 \\"})
     (tmp_path / MANIFEST).write_bytes(named.dump())
-    assert load_manifest(tmp_path) == named
+    assert read_manifest(files_at(tmp_path)) == named
 
 
 def test_the_number_of_steps_is_written_down_twice(tmp_path, manifest):
@@ -74,9 +75,9 @@ def test_the_number_of_steps_is_written_down_twice(tmp_path, manifest):
     for steps in (2, 4, True, None, "3"):
         save(tmp_path, manifest, steps=steps)
         with pytest.raises(StoreDamagedError, match=r"it says that .* steps are sealed, but its chunks hold 3"):
-            load_manifest(tmp_path)
+            read_manifest(files_at(tmp_path))
     save(tmp_path, manifest, steps=3)
-    assert load_manifest(tmp_path) == manifest
+    assert read_manifest(files_at(tmp_path)) == manifest
 
 
 def test_every_run_and_session_has_a_name_of_its_own(manifest):
@@ -116,44 +117,44 @@ def test_files_by_their_paths(manifest):
 
 def test_unknown_path(tmp_path):
     with pytest.raises(StoreMissingError, match=r"nowhere holds no recording: there is no such folder"):
-        load_manifest(tmp_path / "nowhere")
+        read_manifest(files_at(tmp_path / "nowhere"))
 
 
 def test_a_folder_without_a_manifest(tmp_path):
-    with pytest.raises(StoreMissingError, match=rf"the folder has no {MANIFEST}.*dualform\.record\(\)"):
-        load_manifest(tmp_path)
+    with pytest.raises(StoreMissingError, match=rf"it has no {MANIFEST}.*dualform\.record\(\)"):
+        read_manifest(files_at(tmp_path))
 
 
 def test_a_file_instead_of_a_folder(tmp_path):
     (tmp_path / "file").write_text("hello")
     with pytest.raises(StoreMissingError, match="expected a folder"):
-        load_manifest(tmp_path / "file")
+        read_manifest(files_at(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "{", "[" * 100_000, '"\ud800"'.encode("utf-8", "surrogatepass")])
 def test_what_is_no_json(tmp_path, text):
     (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(StoreDamagedError, match=MANIFEST):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"format": "zarr"}', '{"name": "a web page", "version": 3}'])
 def test_a_foreign_manifest(tmp_path, text):
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is no dualform manifest"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 def test_a_newer_version_says_so_before_anything_else(tmp_path, manifest):
     save(tmp_path, manifest, version=VERSION + 1, layers="in a form of the future")
     with pytest.raises(StoreVersionError, match=rf"format {VERSION + 1}.*reads up to {VERSION}.*Upgrade"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 def test_an_older_version_says_to_record_again(tmp_path, manifest):
     save(tmp_path, manifest, version=VERSION - 1, layers="in a form of the past")
     with pytest.raises(StoreVersionError, match=rf"format {VERSION - 1}.*reads only format {VERSION}.*Record .* again"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 def test_an_altered_byte(tmp_path, manifest):
@@ -161,7 +162,7 @@ def test_an_altered_byte(tmp_path, manifest):
     assert altered != manifest.dump()
     (tmp_path / MANIFEST).write_bytes(altered)
     with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is damaged: its checksum does not fit"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_an_altered_byte(tmp_path, manifest):
 def test_fields_of_the_wrong_kind(tmp_path, manifest, field, value):
     save(tmp_path, manifest, **{field: value})
     with pytest.raises(StoreDamagedError, match=rf"{MANIFEST} is damaged"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 @pytest.mark.parametrize("field", ["layers", "run", "inexact", "columns", "sessions", "totals"])
@@ -197,7 +198,7 @@ def test_a_missing_field(tmp_path, manifest, field):
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
     with pytest.raises(StoreDamagedError, match=rf"Manifest is not as expected \(missing: {field}; unknown: nothing\)"):
-        load_manifest(tmp_path)
+        read_manifest(files_at(tmp_path))
 
 
 def test_names_sort_like_their_numbers():

@@ -18,6 +18,7 @@ from inconsistent import (
 
 from dualform.errors import StoreDamagedError
 from dualform.record import resuming
+from dualform.store.files import files_at
 from dualform.store.reader import Store
 
 
@@ -86,9 +87,9 @@ def test_the_counts_of_a_cut_chunk_are_counted(tmp_path):
     """A run resumed in the middle of a chunk leaves the chunk's files as they are: only a part of them counts."""
     folder = tmp_path / "run"
     record(folder)
-    data = json.loads(resuming.manifest(folder, 7).dump())
+    data = json.loads(resuming.manifest(files_at(folder), 7).dump())
     write_manifest(folder, data)
-    store = Store(folder)
+    store = Store(files_at(folder))
     assert [(chunk.first_step, chunk.end_step) for chunk in store.manifest.chunks] == [(0, 2), (2, 4), (4, 6), (6, 7)]
     assert store.rows.height == 28
     expected = answers(folder)

@@ -1,13 +1,14 @@
 """What a store remembers while it is open."""
 
 from dualform.store import catalog
+from dualform.store.files import files_at
 from dualform.store.reader import Store
 from training import train
 
 
 def test_results_about_the_steps_asked_last_are_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "CACHED_STEPS", 2)
-    store = Store(train(tmp_path / "run", steps=4).path)
+    store = Store(files_at(train(tmp_path / "run", steps=4).path))
     computed = []
 
     def ask(step, name):

@@ -17,6 +17,7 @@ from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, Sto
 from dualform.store import reader
 from dualform.store import writer as writing
 from dualform.store.encoding import encode
+from dualform.store.files import files_at
 from dualform.store.format import MANIFEST, NO_ROW, VERSION, Column, Manifest, Parameter, checksum
 from dualform.store.memory import Pool
 from dualform.store.reader import Store
@@ -86,7 +87,7 @@ def make_step(number, first_row, rows, positions, dtype="float64"):
 
 
 def write(folder, shapes, **settings):
-    writer = Writer(folder, empty(), Pool(), START, **settings)
+    writer = Writer(files_at(folder), empty(), Pool(), START, **settings)
     steps, first_row = [], 0
     for number, (rows, positions) in enumerate(shapes):
         step = make_step(number, first_row, rows, positions)
@@ -100,7 +101,7 @@ def write(folder, shapes, **settings):
 
 def everything(folder):
     """All that a store says, put together from its chunks."""
-    store = Store(folder)
+    store = Store(files_at(folder))
     found = {"rows": store.rows, "updates": store.updates, "log": store.log}
     for layer in ("a", "b"):
         chunks = list(store.chunks(layer))
@@ -132,7 +133,7 @@ SHAPES = [(3, 2), (1, 1), (4, 1), (0, 1), (2, 3)]
 
 def test_what_is_written_is_read(tmp_path):
     steps = write(tmp_path / "s", SHAPES)
-    store, found = Store(tmp_path / "s"), everything(tmp_path / "s")
+    store, found = Store(files_at(tmp_path / "s")), everything(tmp_path / "s")
     assert torch.equal(found["a.keys"], torch.cat([keys for keys, _ in steps]))
     assert torch.equal(found["a.errors"], torch.cat([errors for _, errors in steps]))
     assert found["rows"]["step"].to_list() == [0, 0, 0, 1, 2, 2, 2, 2, 4, 4]
@@ -162,13 +163,13 @@ def test_chunk_and_queue_sizes_change_nothing(shapes, chunk_bytes, queue_bytes):
         write(Path(folder) / "one", shapes)
         write(Path(folder) / "many", shapes, chunk_bytes=chunk_bytes, queue_bytes=queue_bytes)
         if chunk_bytes == 1:
-            assert len(Store(Path(folder) / "many").manifest.chunks) == len(shapes)
+            assert len(Store(files_at(Path(folder) / "many")).manifest.chunks) == len(shapes)
         assert_same(everything(Path(folder) / "one"), everything(Path(folder) / "many"))
 
 
 def test_a_store_can_be_cut_at_any_step(tmp_path):
     write(tmp_path / "s", SHAPES, chunk_bytes=1500)
-    store = Store(tmp_path / "s")
+    store = Store(files_at(tmp_path / "s"))
     whole = everything(tmp_path / "s")
     for end, slots in enumerate([0, 6, 7, 11, 11, 17]):
         keys = [chunk.keys(torch.float64).vectors() for chunk in store.chunks("a", end_step=end)]
@@ -177,13 +178,13 @@ def test_a_store_can_be_cut_at_any_step(tmp_path):
 
 def write_silent(folder, flags, **settings):
     """A step for each entry of flags: which slots of layer "a" are silent, or None."""
-    writer = Writer(folder, empty(), Pool(), START, **settings)
+    writer = Writer(files_at(folder), empty(), Pool(), START, **settings)
     for number, silent in enumerate(flags):
         step = make_step(number, 3 * number, 3, 1)
         step.blocks[0].silent = None if silent is None else np.array(silent)
         writer.put(step, COLUMNS)
     writer.close("closed")
-    return Store(folder)
+    return Store(files_at(folder))
 
 
 FLAGS = [None, [True, False, False], None, [False, True, True]]
@@ -210,7 +211,7 @@ def test_flags_take_no_room_where_no_slot_is_silent(tmp_path):
 
 def write_shared(folder, **settings):
     """Three steps, with a block without a row between the others of layer "a"; the last step of "a" has nothing else."""
-    writer = Writer(folder, empty(), Pool(), START, **settings)
+    writer = Writer(files_at(folder), empty(), Pool(), START, **settings)
     for number in range(3):
         step = make_step(number, 2 * number, 2, 2)
         keys, errors = torch.full((3, 3), float(number)), torch.ones(3, 2)
@@ -220,7 +221,7 @@ def write_shared(folder, **settings):
             step.blocks = [block for block in step.blocks if block.first_row == NO_ROW]
         writer.put(step, COLUMNS)
     writer.close("closed")
-    return Store(folder)
+    return Store(files_at(folder))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
@@ -261,7 +262,7 @@ def test_opening_reads_the_manifest_alone(tmp_path, monkeypatch):
     opened = []
     original = os.open
     monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(Path(path).name) or original(path, *a, **k))
-    Store(tmp_path / "s")
+    Store(files_at(tmp_path / "s"))
     assert opened == [MANIFEST]
 
 
@@ -287,7 +288,7 @@ FILES = [
 
 def read_all(folder):
     everything(folder)
-    store = Store(folder)
+    store = Store(files_at(folder))
     for step in store.snapshot_steps():
         for name in store.snapshot(step):
             store.snapshot(step)[name]
@@ -366,7 +367,7 @@ def test_a_manifest_whose_chunks_make_no_sense(tmp_path, whole):
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     (folder / MANIFEST).write_text(json.dumps({**data, "checksum": checksum(canonical)}))
     with pytest.raises(StoreDamagedError, match="chunk 0 is not as expected"):
-        Store(folder)
+        Store(files_at(folder))
 
 
 def test_files_the_manifest_does_not_name_are_passed_over(tmp_path, whole):
@@ -378,14 +379,14 @@ def test_files_the_manifest_does_not_name_are_passed_over(tmp_path, whole):
 
 
 def test_a_killed_writer_leaves_what_was_sealed(tmp_path):
-    writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
+    writer = Writer(files_at(tmp_path / "s"), empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
     for number in range(4):
         writer.put(make_step(number, 2 * number, 2, 1), COLUMNS)
     writer.wait()  # a copy of a folder that is being written would not be of one moment
     shutil.copytree(tmp_path / "s", tmp_path / "killed", ignore=shutil.ignore_patterns(".*"))
     writer.put(make_step(4, 8, 2, 1), COLUMNS)
     writer.close("closed")
-    killed, whole = Store(tmp_path / "killed"), everything(tmp_path / "s")
+    killed, whole = Store(files_at(tmp_path / "killed")), everything(tmp_path / "s")
     assert killed.manifest.ended is None
     assert killed.end_step == 4
     found = everything(tmp_path / "killed")
@@ -411,7 +412,7 @@ def test_everything_is_flushed_before_the_manifest_names_it(tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "replace", publish)
     write(tmp_path / "s", SHAPES, chunk_bytes=1500)
-    assert Store(tmp_path / "s").end_step == len(SHAPES)
+    assert Store(files_at(tmp_path / "s")).end_step == len(SHAPES)
 
 
 # A path in use
@@ -483,7 +484,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path, monkeyp
     def full(files, name, tensors, label):
         raise OSError(28, "No space left on device")
 
-    writer = Writer(tmp_path / "s", empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
+    writer = Writer(files_at(tmp_path / "s"), empty(), Pool(), START, chunk_bytes=1, queue_bytes=1)
     writer.put(make_step(0, 0, 2, 1), COLUMNS)
     writer.put(make_step(1, 2, 2, 1), COLUMNS)  # waits until step 0 is sealed
     monkeypatch.setattr(writing, "write_tensors", full)
@@ -494,7 +495,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path, monkeyp
         writer.check()
     with pytest.raises(WriterError, match="No space left"):
         writer.close("closed")
-    store = Store(tmp_path / "s")
+    store = Store(files_at(tmp_path / "s"))
     assert store.end_step >= 1
     assert store.rows.height == 2 * store.end_step
 
@@ -511,7 +512,7 @@ def test_after_an_error_in_the_background_training_stops_with_it(tmp_path, monke
 
 def test_of_a_long_table_only_the_chunks_with_the_wanted_rows_are_read(tmp_path, monkeypatch):
     run = train(tmp_path / "run", steps=40, chunk_bytes=1)
-    whole, store = Store(run.path).rows, Store(run.path)
+    whole, store = Store(files_at(run.path)).rows, Store(files_at(run.path))
     assert len(store.manifest.chunks) > 20
     monkeypatch.setattr(reader, "WHOLE", 0)
     for rows in ([3, 41, 40, 3], [199, 0]):

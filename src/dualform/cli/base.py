@@ -28,6 +28,7 @@ EXTRAS = {
     "fastapi": "explorer",
     "uvicorn": "explorer",
     "plotly": "explorer",
+    "transformers": "transformers",
 }
 """Packages that only some commands need, and the extra that brings them."""
 

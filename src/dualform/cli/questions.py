@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dualform.cli.application import app
 from dualform.cli.base import Json, Run, one_line_errors, print_json, progress_bars
+from dualform.cli.models import Model, Tokenizer, find_model, find_tokenizer
 from dualform.named import find
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ class Method(str, Enum):
     sketch = "sketch"
 
 
+class SourceMethod(str, Enum):
+    """How documents are ranked."""
+
+    influence = "influence"
+    contribution = "contribution"
+
+
 class LossMean(str, Enum):
     """What a loss is a mean over."""
 
@@ -63,16 +71,7 @@ def influence(
     test: Annotated[
         Path, typer.Option(help="Test inputs, an entry each: .npy, .safetensors or .parquet.", show_default=False)
     ],
-    named: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="MODULE:NAME",
-            help="The architecture: a model, or a function that gives one. The module is imported, from the current folder "
-            "too, and the function called: this executes their code.",
-            show_default=False,
-        ),
-    ],
+    named: Model,
     target: Annotated[
         list[int] | None, typer.Option(help="The class, or one for each input.", show_default="the model's answer")
     ] = None,
@@ -95,13 +94,11 @@ def influence(
 
     Curvature is built from the recording's slots at the first question and kept beside them.
     """
-    from torch import nn
-
     import dualform
     from dualform import exports
     from dualform.terminal import show_influence
 
-    dual = dualform.open(run, find(named, nn.Module, "an nn.Module"))
+    dual = dualform.open(run, find_model(named))
     inputs = exports.read_inputs(test, dual)
     with progress_bars() as progress:
         chosen = None if not target else target[0] if len(target) == 1 else target
@@ -119,6 +116,59 @@ def influence(
         print_json({**about, "estimated": True, "top": frame.to_dicts()})
     else:
         show_influence(Console(), about, frame)
+
+
+@app.command()
+@one_line_errors
+def sources(
+    run: Run,
+    named: Model,
+    prompt: Annotated[str, typer.Option(help="What the model is given; \\n ends a line.", show_default=False)],
+    completion: Annotated[
+        str | None,
+        typer.Option(help="What it goes on with, blank before it included.", show_default="the likeliest next token"),
+    ] = None,
+    tokenizer: Tokenizer = None,
+    top: Annotated[int, typer.Option(min=1, help="So many documents.")] = 10,
+    by: Annotated[str, typer.Option(help="The column that names documents.")] = "sample_id",
+    method: Annotated[
+        SourceMethod,
+        typer.Option(help="influence: what would change without a document, estimated; contribution: what it wrote."),
+    ] = SourceMethod.influence,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Of these layers alone, names or globs.", show_default="all, summed")
+    ] = None,
+    where: Annotated[str | None, typer.Option(help='Only these rows: SQL, e.g. "step >= 100".')] = None,
+    lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the completion most.")] = False,
+    segments: Annotated[int, typer.Option(min=1, help="At most so many epochs, spread over the run.")] = 15,
+    loss_mean: Annotated[
+        LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
+    ] = LossMean.tokens,
+    as_json: Json = False,
+) -> None:
+    """Rank training documents by what a language model's completion of a prompt rests on, in total and token by token."""
+    import dualform
+
+    dual = dualform.open(run, find_model(named))
+    with progress_bars() as progress:
+        found = dual.sources(
+            prompt.replace("\\n", "\n"),
+            None if completion is None else completion.replace("\\n", "\n"),
+            tokenizer=find_tokenizer(tokenizer, named),
+            by=by,
+            k=top,
+            method=method.value,
+            layers=layer,
+            where=where,
+            lowest=lowest,
+            segments=segments,
+            loss_mean=loss_mean.value,
+            progress=progress,
+        )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        Console().print(found)
 
 
 @app.command()

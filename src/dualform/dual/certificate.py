@@ -212,7 +212,7 @@ def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[T
     if view is None:
         moment = store.manifest.totals.step if store.manifest.totals else 0
         raise NotRecordedError(
-            f"{store.folder} keeps totals only, as they were after step {moment}"
+            f"{store.location} keeps totals only, as they were after step {moment}"
             + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
             + ' Record with keep="slots", or with totals that have deltas.'
         )
@@ -266,7 +266,7 @@ def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | 
     for place in places:
         step, after = known.row(place)
         dual = rebuilt(store, name, begin=begin, end=step + 1)
-        difference = projection.fingerprint(projection.look(dual.double())) - after
+        difference = projection.fingerprint(projection.project(dual.double())) - after
         # Each column of R adds ‖dual − primal‖² to the mean square of the difference
         squares.append(difference**2 / projection.columns)
     found = _Comparison(

@@ -70,12 +70,12 @@ def recorded_updates(store: Store, parameter: str, *, begin: int = 0, end: int |
     """The same, by any optimizer."""
     if store.manifest.keep == "totals":
         raise NotRecordedError(
-            f"{store.folder} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
+            f"{store.location} keeps totals only, no slots: it answers totals, masks and contributions by the columns they "
             f'were kept for. Record with keep="slots" for the rest.'
         )
     if store.manifest.keep == "keys":
         raise NotRecordedError(
-            f"{store.folder} keeps keys only: it answers attention weights, not values, contributions, masks or the "
+            f"{store.location} keeps keys only: it answers attention weights, not values, contributions, masks or the "
             f'certificate. Record with keep="slots" for those.'
         )
     end = store.end_step if end is None else end

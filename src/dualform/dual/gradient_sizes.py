@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import recorded_updates, update_table
-from dualform.dual.gradients import Replayed, Slots, kept_rows
+from dualform.dual.gradients import Call, Replayed, kept_rows
 from dualform.dual.rounding import storage_roundoff
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
-from dualform.projection import Projection
+from dualform.projection import SLACK, Projection
 from dualform.store.reader import Store
 
-AUDIT_SLACK = 64.0
-"""The recorder takes this many roundoffs of the sum of absolute terms for rounding."""
 EVENLY_SPREAD = 3.0
 """The square of what is off by up to 1, evenly spread, is 1 / 3 on average."""
 STORAGE_SLACK = 4.0
@@ -56,12 +54,12 @@ def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
         # Under autocast the gradient itself was rounded to 16 bits, and its factor is known to as many
         if is_rounded or not math.isfinite(size) or not math.isfinite(residual):
             continue
-        slots = check.read(place)
-        found = check.size_of(slots)
+        calls = check.read(place)
+        found = check.size_of(calls)
         allowed = residual * size
         if abs(found - size) <= allowed:
             continue  # as nearly always: what rounding explains takes longer to find than the size itself
-        if not abs(found - size) <= allowed + check.rounding_of(slots):
+        if not abs(found - size) <= allowed + check.rounding_of(calls):
             return WrongSize(step, size, found)
     return None
 
@@ -86,46 +84,44 @@ class _Check:
         self._roundoff = torch.finfo(dtype).eps / 2
         self._storage = storage_roundoff(store, parameter)
 
-    def read(self, place: int) -> Sequence[Slots]:
-        """The slots of an update."""
-        return self._gradients.read(place).slots
+    def read(self, place: int) -> Sequence[Call]:
+        """The slots of an update, call by call."""
+        return self._gradients.read(place).calls
 
-    def size_of(self, slots: Sequence[Slots]) -> float:
+    def size_of(self, calls: Sequence[Call]) -> float:
         """The size of the gradient that slots give, seen through R."""
         projection = self._projection
         total = np.zeros((projection.rows, projection.columns))
-        for factor, layer, keys, errors, _ in slots:
-            for use in self._gradients.uses(layer):
-                looked = _look(use, keys, errors, projection.random_like(errors))
+        for call in calls:
+            for use in self._gradients.uses(call.layer):
+                looked = _look(use, call.keys, call.errors, projection.random_like(call.errors))
                 own = total[use.rows[0] : use.rows[1]] if use.rows else total
-                own += factor * looked.double().numpy()
+                own += call.factor * looked.double().numpy()
         return float(np.linalg.norm(total)) / math.sqrt(projection.columns)
 
-    def rounding_of(self, slots: Sequence[Slots]) -> float:
+    def rounding_of(self, calls: Sequence[Call]) -> float:
         """How far rounding may have moved that size."""
         terms = 0.0
-        for factor, _, keys, errors, _ in slots:
-            squares = keys.square_norms().double() * errors.double().square().sum(1)
-            terms += abs(factor) * float(squares.sqrt().sum())
-        spread = self._storage * math.sqrt(self._variance_of(slots)) if self._storage else 0.0
-        return AUDIT_SLACK * self._roundoff * terms + STORAGE_SLACK * spread
+        for call in calls:
+            squares = call.keys.square_norms().double() * call.errors.double().square().sum(1)
+            terms += abs(call.factor) * float(squares.sqrt().sum())
+        spread = self._storage * math.sqrt(self._variance_of(calls)) if self._storage else 0.0
+        return SLACK * self._roundoff * terms + STORAGE_SLACK * spread
 
-    def _variance_of(self, slots: Sequence[Slots]) -> float:
+    def _variance_of(self, calls: Sequence[Call]) -> float:
         """The variance of the gradient seen through R, if each stored number is off by up to one part of its size, evenly spread.
 
         The same sample in several micro-batches has equal slots, which are off by the same.
         """
-        key_counts = _counts_of_equals([keys.square_norms() for _, _, keys, _, _ in slots])
-        error_counts = _counts_of_equals([errors.square().sum(1) for _, _, _, errors, _ in slots])
+        key_counts = _counts_of_equals([call.keys.square_norms() for call in calls])
+        error_counts = _counts_of_equals([call.errors.square().sum(1) for call in calls])
         total = 0.0
-        for (factor, layer, keys, errors, _), equal_keys, equal_errors in zip(
-            slots, key_counts, error_counts, strict=True
-        ):
-            random = self._projection.random_like(errors)
-            for use in self._gradients.uses(layer):
-                of_keys, of_errors = _squares_through(use, keys, errors, random)
+        for call, equal_keys, equal_errors in zip(calls, key_counts, error_counts, strict=True):
+            random = self._projection.random_like(call.errors)
+            for use in self._gradients.uses(call.layer):
+                of_keys, of_errors = _squares_through(use, call.keys, call.errors, random)
                 squares = equal_keys * of_keys.double() + equal_errors * of_errors.double()
-                total += factor**2 * float(squares.sum())
+                total += call.factor**2 * float(squares.sum())
         return total / (EVENLY_SPREAD * self._projection.columns)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,41 +92,32 @@ def whole(layer: Layer, use: Use, found: Tensor, length: int) -> Tensor:
     return spread
 
 
-TILE_BYTES = 1 << 20
-"""So much of a matrix is walked through training at a time: what an update needs of it stays in the cache."""
-
-
 class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | slice | None = None):
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | None = None):
         """columns: only these of the error signals."""
-        self._total = torch.empty(*shape, dtype=dtype)
+        self._total = torch.zeros(*shape, dtype=dtype)
         self._matrix = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
         self._columns = columns
         self.added = 0
 
     def add(self, layer: Layer, use: Use, keys: Keys, errors: Tensor, factor: float = 1.0) -> None:
-        """Add what a use makes of some slots, times a factor: in the product itself, where there is one."""
-        is_product = isinstance(keys, Vectors) and use.role in ("weight", "table") and use.groups == 1
-        # The first product overwrites whatever the memory holds
-        overwrites = not self.added and is_product and not use.rows
-        if not self.added and not overwrites:
+        """Add what a use makes of some slots, times a factor."""
+        if not self.added:
             self._total.zero_()
         self.added += 1
         own = self._matrix[use.rows[0] : use.rows[1]] if use.rows else self._matrix
-        if is_product:
-            self._add_product(own, use, keys, errors, factor, overwrites)
+        if not isinstance(keys, Vectors) or use.role not in ("weight", "table") or use.groups > 1:
+            written = whole(layer, use, of_slots(use, keys, errors, self._columns), len(own))
+            own.add_(written.reshape(own.shape), alpha=factor)
             return
-        written = whole(layer, use, of_slots(use, keys, errors, self._columns), len(own))
-        own.add_(written.reshape(own.shape), alpha=factor)
-
-    def _add_product(self, own: Tensor, use: Use, keys: Keys, errors: Tensor, factor: float, overwrites: bool) -> None:
+        # One product, without memory for it
         left = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
         right = part(keys.vectors(), use.keys)
         if use.role == "table":
             left, right = right, left
-        own.addmm_(left.T, right, beta=0.0 if overwrites else 1.0, alpha=factor)
+        own.addmm_(left.T, right, alpha=factor)
 
     def taken(self) -> Tensor:
         """The sum, which stays what it is until the next one begins."""
@@ -138,25 +128,53 @@ class Sum:
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Slots = tuple[float, Layer, Keys, Tensor, Bools | None]
-"""Those of one call: the factor of their backward pass, their layer, keys and error signals, and which of them a mask keeps."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The slots of one call of a layer."""
+
+    layer: Layer
+    factor: float
+    """Of its backward pass."""
+    keys: Keys
+    errors: Tensor
+    kept: Bools | None = None
+    """(slots,): which of them a mask keeps; None: all."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the mask keeps every slot."""
+        return self.kept is None or bool(self.kept.all())
+
+    def masked(self) -> Call:
+        """Return the slots that the mask keeps; of feature maps all, with error signals of 0 for the others."""
+        if self.keeps_all:
+            return self
+        kept = torch.from_numpy(self.kept)
+        if self.layer.form == "vectors" and isinstance(self.keys, Vectors):
+            places = kept.nonzero()[:, 0]
+            return Call(self.layer, self.factor, self.keys.some(places), self.errors.index_select(0, places))
+        keys = weighted_parts(self.keys, self.layer, kept)
+        return Call(self.layer, self.factor, keys, self.errors * kept.unsqueeze(1))
 
 
 @dataclass(frozen=True)
 class Step:
     """What is read for one update."""
 
-    place: int
     recorded: Tensor | None
-    """A bias's gradient as it was."""
-    slots: list[Slots]
-    kept: list[Slots]
-    """Of the slots; the same list if that is all of them."""
+    """The gradient of a bias as it was; its slots are read only for a mask."""
+    calls: list[Call]
 
     @property
-    def nbytes(self) -> int:
-        """So much memory the slots take."""
-        return sum(len(errors) * (layer.d_in + layer.d_out) * errors.itemsize for _, layer, _, errors, _ in self.slots)
+    def keeps_all(self) -> bool:
+        """Whether a mask keeps every slot."""
+        return all(call.keeps_all for call in self.calls)
+
+
+_OpenChunk = tuple[SlotChunk, Layer, Bools | None]
+"""The slots of a layer in a chunk, and which of them a mask keeps."""
 
 
 class Replayed:
@@ -173,81 +191,68 @@ class Replayed:
         self._users = store.users(updates.parameter)
         self._uses = {layer.name: uses_of(layer, updates.parameter) for layer in self._users}
         self._small = store.is_vector(updates.parameter)
-        self._open: tuple[int, list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None] | None = None
+        self._open: tuple[int, list[_OpenChunk], Tensor | None] | None = None
         self._ends = [chunk.end_step for chunk in store.manifest.chunks]
 
     def uses(self, layer: Layer) -> list[Use]:
         """How a layer's slots make up the parameter."""
         return self._uses[layer.name]
 
-    def sum(self, rows: slice | None = None) -> Sum:
-        """Memory for a gradient, or for some rows of it."""
-        if rows is not None:
-            return Sum((rows.stop - rows.start, *self.shape[1:]), self.dtype, rows)
+    def sum(self) -> Sum:
+        """Memory for a gradient."""
         return Sum(self.shape, self.dtype, None if self.rows is None else self.rows.columns)
 
-    def tiles(self) -> list[slice | None]:
-        """Rows of the parameter that can be walked through training one after the other; None: all of them together."""
-        apart = self._users[0].form == "vectors" and chosen_rows(self._store, self.updates.parameter, [])
-        if self.rows is not None or not apart:
-            return [None]
-        height = self.shape[0]
-        size = math.prod(self.shape) * self.dtype.itemsize
-        each = -(-height // max(1, min(height, round(size / TILE_BYTES))))
-        return [slice(low, min(low + each, height)) for low in range(0, height, each)]
-
     def read(self, place: int) -> Step:
-        """The slots of one update, and those of them that the mask keeps."""
+        """The slots of one update."""
         step = int(self.updates.steps[place])
         chunks, gradients = self._chunk(step)
         recorded = gradients[self._row(step)].to(self.dtype) if self._small and gradients is not None else None
         if recorded is not None and self._keep is None:
-            return Step(place, recorded, [], [])
-        slots = list(self._of_step(chunks, step, self.updates.factors[place]))
-        return Step(place, recorded, slots, [] if recorded is not None else _kept(slots))
+            return Step(recorded, [])
+        return Step(recorded, list(self._calls(chunks, step, self.updates.factors[place])))
 
     def __call__(self, step: Step, total: Sum) -> Tensor:
         """The gradient of one update, as the optimizer saw it."""
-        return self._added(step.slots, total) if step.recorded is None else step.recorded
+        return self._added(step.calls, total) if step.recorded is None else step.recorded
 
     def kept(self, step: Step, total: Sum) -> Tensor:
         """The part of it that the mask keeps."""
-        return self._added(step.kept, total) if step.recorded is None else self._without(step.recorded, step.slots)
+        if step.recorded is not None:
+            return self._without(step.recorded, step.calls)
+        return self._added([call.masked() for call in step.calls], total)
 
-    def _added(self, slots: list[Slots], total: Sum) -> Tensor:
-        for factor, layer, keys, errors, _ in slots:
-            for use in self._uses[layer.name]:
-                total.add(layer, use, keys, errors, factor)
+    def _added(self, calls: list[Call], total: Sum) -> Tensor:
+        for call in calls:
+            for use in self._uses[call.layer.name]:
+                total.add(call.layer, use, call.keys, call.errors, call.factor)
         return total.taken()
 
-    def _without(self, full: Tensor, slots: list[Slots]) -> Tensor:
+    def _without(self, full: Tensor, calls: list[Call]) -> Tensor:
         """A bias's gradient without the slots left out.
 
         What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its
         own size: the sum is made in a longer type, so that masks add up even then.
         """
         longer = np.longdouble if self.dtype == torch.float64 else np.float64
-        rest = full.numpy().astype(longer).reshape(-1)
-        for factor, layer, keys, errors, kept in slots:
-            for use in self._uses[layer.name]:
-                written = keys.vectors() if use.role == "scale" else part(errors, use.errors)
-                left = written.numpy()[~np.asarray(kept)].sum(0, dtype=longer) * longer(factor)
+        rest: np.ndarray[Any, Any] = full.numpy().astype(longer).reshape(-1)
+        for call in calls:
+            for use in self._uses[call.layer.name]:
+                written = call.keys.vectors() if use.role == "scale" else part(call.errors, use.errors)
+                left = written.numpy()[~np.asarray(call.kept)].sum(0, dtype=longer) * longer(call.factor)
                 own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
-                np.subtract.at(own, list(layer.outputs), left) if layer.outputs else np.subtract(own, left, out=own)
+                own[list(call.layer.outputs) or slice(None)] -= left
         return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
 
-    def _of_step(
-        self, chunks: Sequence[tuple[SlotChunk, Layer, Bools | None]], step: int, factors: Floats
-    ) -> Iterator[Slots]:
+    def _calls(self, chunks: Sequence[_OpenChunk], step: int, factors: Floats) -> Iterator[Call]:
         """The slots of a step, call by call."""
         for chunk, layer, kept in chunks:
             only_errors = all(use.role == "bias" for use in self._uses[layer.name])
             for factor, low, high in calls_of_step(chunk, step, factors):
                 errors = chunk.errors(self.dtype, low, high)
                 keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, low, high)
-                yield factor, layer, keys, errors, None if kept is None else kept[low:high]
+                yield Call(layer, factor, keys, errors, None if kept is None else kept[low:high])
 
-    def _chunk(self, step: int) -> tuple[list[tuple[SlotChunk, Layer, Bools | None]], Tensor | None]:
+    def _chunk(self, step: int) -> tuple[list[_OpenChunk], Tensor | None]:
         place = int(np.searchsorted(self._ends, step, side="right"))
         if self._open is None or self._open[0] != place:
             found = []
@@ -282,23 +287,6 @@ def calls_of_step(chunk: SlotChunk, step: int, factors: Floats) -> Iterator[tupl
         high = low + int(chunk.counts[block])
         if factor and low < high:
             yield factor, low, high
-
-
-def _kept(slots: list[Slots]) -> list[Slots]:
-    """Return the slots that a mask keeps; the same list if that is all of them."""
-    if all(kept is None or kept.all() for *_, kept in slots):
-        return slots
-    return [_those(call) for call in slots if call[-1] is not None and call[-1].any()]
-
-
-def _those(slots: Slots) -> Slots:
-    """The slots of a call that are kept; of feature maps all, with error signals of 0 for the others."""
-    factor, layer, keys, errors, kept = slots
-    taken = torch.from_numpy(kept)
-    if isinstance(keys, Vectors) and layer.form == "vectors":
-        places = taken.nonzero()[:, 0]
-        return factor, layer, keys.some(places), errors.index_select(0, places), None
-    return factor, layer, weighted_parts(keys, layer, taken), errors * taken.unsqueeze(1), None
 
 
 def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:

@@ -24,7 +24,7 @@ class DualLayer:
 
     def __init__(self, store: Store, name: str, end: int):
         if store.manifest.keep == "totals":
-            raise NotRecordedError(f'{store.folder} keeps totals only, no keys and values. Record with keep="slots".')
+            raise NotRecordedError(f'{store.location} keeps totals only, no keys and values. Record with keep="slots".')
         self._store = store
         self._end = end
         _, self._layer = store.layer(name)

@@ -6,25 +6,20 @@ C_s of the last step comes first; the matrices of a stretch are kept in memory, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates
-from dualform.dual.gradients import Keep, Replayed, Rows, Step
-from dualform.dual.threads import thread_pool
+from dualform.dual.gradients import Keep, Replayed, Rows
 from dualform.native.kernels import is_plain, kernels
 from dualform.recursions import KINDS, Factor, Kind, Linear, Settings, adam_numbers, at_rest, may_blow_up, outer
 from dualform.store.reader import Store
 
 MATRIX_BYTES = 96 << 20
 """How much memory the matrices of a stretch may take, and the checkpoints of all stretches."""
-
-SLOT_BYTES = 16 << 20
-"""So much of the slots is read, before rows after rows walk through them."""
 
 
 @dataclass
@@ -39,12 +34,6 @@ class Moment:
     def nbytes(self) -> int:
         """How much memory it takes."""
         return self.weight.nbytes + self.average.nbytes + sum(t.nbytes for t in self.shared.values())
-
-    def of(self, rows: slice | None) -> Moment:
-        """Some rows of it, which move with it."""
-        if rows is None:
-            return self
-        return Moment(self.weight[rows], self.average[rows], {name: t[rows] for name, t in self.shared.items()})
 
     def copy(self) -> Moment:
         """Another one, to be moved on its own."""
@@ -130,81 +119,28 @@ def forward(
     only_masked: the first is not asked for, so it is replayed only where an update depends on it (decay makes the weight a part of
     its gradient). first: the moment where they begin, which moves on, instead of a snapshot.
     """
-    walk = _Walk(store, updates, keep, first, only_masked)
-    _each(_stretches(walk.gradients), walk.gradients.tiles(), walk.advance)
-    return walk.trained, walk.masked
-
-
-class _Walk:
-    """A parameter on its way through training: as it was trained, and beside it with only the slots that a mask keeps."""
-
-    def __init__(self, store: Store, updates: Updates, keep: Keep | None, first: Moment | None, only_masked: bool):
-        self.gradients = Replayed(store, updates, keep=keep)
-        self._kind = KINDS[updates.kind]
-        self._settings = [updates.at(place) for place in range(len(updates.steps))]
-        self._has_mask = keep is not None
-        self.trained = first or moment(
-            store, updates.parameter, updates.begin, self._kind, self.gradients.rows, self.gradients.dtype
-        )
-        self.masked = self.trained
-        if self._has_mask:
-            now = self.trained
-            self.masked = Moment(now.weight.clone(), now.average.clone(), now.shared)
-        self._moves_trained = not self._has_mask or not only_masked or any(map(may_blow_up, self._settings))
-
-    def advance(self, rows: slice | None, steps: list[Step]) -> None:
-        """Do some updates of some rows."""
-        trained = self.trained.of(rows)
-        masked = self.masked.of(rows)
-        full_sum = self.gradients.sum(rows)
-        kept_sum = self.gradients.sum(rows)
-        room = torch.empty_like(trained.weight)
-        moves_one = not (self._has_mask and self._moves_trained)
-        for step in steps:
-            settings = self._settings[step.place]
-            full = self.gradients(step, full_sum)
-            kept = full
-            if self._has_mask and step.kept is not step.slots:
-                kept = self.gradients.kept(step, kept_sum)
-            if moves_one and _adam_in_one_pass(self._kind, settings, masked, full, kept):
-                continue
-            linear = step_on(trained, self._kind, settings, full, walk=self._moves_trained, room=room)
-            if self._has_mask:
-                linear.apply(masked.weight, masked.average, kept)
-
-
-def _each(
-    stretches: Iterator[list[Step]], tiles: list[slice | None], on: Callable[[slice | None, list[Step]], None]
-) -> None:
-    """Rows after rows through one stretch after the other; side by side, where there are threads, while the next one is read."""
-    workers = min(torch.get_num_threads(), len(tiles))
-    if workers == 1:
-        for steps in stretches:
-            for rows in tiles:
-                on(rows, steps)
-        return
-    with thread_pool(workers) as pool:
-        walking: list[Future[None]] = []
-        for steps in stretches:
-            for one in walking:
-                one.result()
-            walking = [pool.submit(on, rows, steps) for rows in tiles]
-        for one in walking:
-            one.result()
-
-
-def _stretches(gradients: Replayed) -> Iterator[list[Step]]:
-    """What is read for the updates, as many of them at a time as are not too large."""
-    steps: list[Step] = []
-    nbytes = 0
-    for place in range(len(gradients.updates.steps)):
-        steps.append(gradients.read(place))
-        nbytes += steps[-1].nbytes
-        if nbytes >= SLOT_BYTES:
-            yield steps
-            steps = []
-            nbytes = 0
-    yield steps
+    gradients = Replayed(store, updates, keep=keep)
+    kind = KINDS[updates.kind]
+    all_settings = [updates.at(place) for place in range(len(updates.steps))]
+    trained = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    masked = trained
+    if keep is not None:
+        masked = Moment(trained.weight.clone(), trained.average.clone(), trained.shared)
+    moves_trained = keep is None or not only_masked or any(map(may_blow_up, all_settings))
+    moves_both = keep is not None and moves_trained
+    full_sum = gradients.sum()
+    kept_sum = gradients.sum()
+    room = torch.empty_like(trained.weight)
+    for place, settings in enumerate(all_settings):
+        step = gradients.read(place)
+        full = gradients(step, full_sum)
+        kept = full if step.keeps_all else gradients.kept(step, kept_sum)
+        if not moves_both and _adam_in_one_pass(kind, settings, masked, full, kept):
+            continue
+        linear = step_on(trained, kind, settings, full, walk=moves_trained, room=room)
+        if keep is not None:
+            linear.apply(masked.weight, masked.average, kept)
+    return trained, masked
 
 
 class Backward:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
-from dualform.dual.gradients import Replayed, Step, Sum, compute_dtype
+from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype
 from dualform.dual.replay import moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
@@ -200,14 +200,14 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
 
 def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
     """Squares of what each call of a layer added to the gradient of a step; where it rounds within a call, of what each slot added."""
-    for factor, layer, keys, errors, _ in step.slots:
-        within = layer.kind == ROUNDED_WITHIN
-        for use in gradients.uses(layer):
-            if within:
-                total.add(layer, use, keys.squared(), errors.square(), factor**2)
-            else:
-                total.add(layer, use, keys, errors, factor)
-        yield total.taken() if within else total.taken().square()
+    for call in step.calls:
+        if call.layer.kind == ROUNDED_WITHIN:
+            _add_squares(gradients, call, total)
+            yield total.taken()
+            continue
+        for use in gradients.uses(call.layer):
+            total.add(call.layer, use, call.keys, call.errors, call.factor)
+        yield total.taken().square()
 
 
 def _spread(variance: Tensor, rest: float, own: float) -> Tensor:
@@ -220,10 +220,14 @@ def _spread(variance: Tensor, rest: float, own: float) -> Tensor:
 
 def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:
     """Σ over slots of (factor · error)² ⊗ key², shaped like the parameter."""
-    for factor, layer, keys, errors, _ in step.slots:
-        for use in gradients.uses(layer):
-            total.add(layer, use, keys.squared(), errors.square(), factor**2)
+    for call in step.calls:
+        _add_squares(gradients, call, total)
     return total.taken()
+
+
+def _add_squares(gradients: Replayed, call: Call, total: Sum) -> None:
+    for use in gradients.uses(call.layer):
+        total.add(call.layer, use, call.keys.squared(), call.errors.square(), call.factor**2)
 
 
 def _roundoff(dtype: str) -> float:

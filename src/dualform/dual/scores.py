@@ -13,8 +13,6 @@ from dualform.dual.gradients import Rows
 from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Layer, Use
 
-FEW = 8
-"""A matrix with this many times fewer rows than columns has few of them."""
 AT_ONCE = 1 << 20
 """How many intermediate numbers are held at a time."""
 
@@ -80,9 +78,7 @@ def _bilinear(product: Tensor, keys: Tensor, errors: Tensor) -> Tensor:
     if errors.shape[1] > keys.shape[1]:
         product, keys, errors = product.transpose(1, 2), errors, keys
     examples, few, many = product.shape
-    if FEW * few > many:
-        return torch.stack([((errors @ one) * keys).sum(1) for one in product])
-    found = product.new_empty(examples, len(keys))  # of few outputs, many examples in one product
+    found = product.new_empty(examples, len(keys))
     size = max(1, AT_ONCE // max(1, len(keys) * few))
     for low in range(0, examples, size):
         some = product[low : low + size]

@@ -110,7 +110,7 @@ def prepare(
 ) -> Evaluator:
     """As evaluate(), but nothing is trained yet: ask `.estimate()` first, then `.run()`."""
     dual = run if isinstance(run, Dual) else open(run, study.model)
-    folder = Path(f"{dual.store.folder}-retrained") if out is None else Path(out)
+    folder = Path(f"{dual.store.location}-retrained") if out is None else Path(out)
     if workers < 1:
         raise QuestionError(f"workers={workers}: expected at least 1.")
     ids = samples_of(dual, study)

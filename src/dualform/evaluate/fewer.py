@@ -83,7 +83,7 @@ def leave_few_out(
             f"{k} of {len(ids)} samples out for {examples} of {tests} test examples, {repeats} trainings each: expected at least "
             f"one of each, fewer than all samples, and no more examples than the study has."
         )
-    folder = Path(f"{dual.store.folder}-retrained") if out is None else Path(out)
+    folder = Path(f"{dual.store.location}-retrained") if out is None else Path(out)
     scores = {RANDOM: torch.rand(tests, len(ids), generator=torch.Generator().manual_seed(0))}
     for one in scored(chosen(views, study), dual, study, progress):
         if one.scores is not None:

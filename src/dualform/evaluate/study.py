@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualform.errors import StudyError
+from dualform.query.targets import logits_of
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Margin:
     labels: Tensor
     """(examples,)"""
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(examples, classes) → (examples,)."""
+    def __call__(self, output: Any) -> Tensor:
+        """(examples, classes) → (examples,). output: logits, or what holds them."""
+        logits: Tensor = logits_of(output)
         mine = logits.gather(1, self.labels.unsqueeze(1))
         others = logits.scatter(1, self.labels.unsqueeze(1), -torch.inf)
         return mine[:, 0] - others.logsumexp(1)
@@ -34,8 +36,9 @@ class LogLikelihood:
     words: Tensor
     """(examples, positions)"""
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(examples, positions, vocabulary) → (examples,)."""
+    def __call__(self, output: Any) -> Tensor:
+        """(examples, positions, vocabulary) → (examples,). output: logits, or what holds them."""
+        logits = logits_of(output)
         return -F.cross_entropy(logits.transpose(1, 2), self.words, reduction="none").mean(1)
 
 

@@ -184,8 +184,7 @@ class Session:
 
     def build_totals(self, by: list[str], progress: Progress | None = None) -> RunForm:
         """Build totals, so that questions and edits by these columns need no scan; gives the run as it is then."""
-        folder = self.subject.dual.store.folder
-        dualform.build_totals(folder, by, progress=progress)
+        dualform.build_totals(self.subject.dual.store.location, by, progress=progress)
         self._take(self.subject.again())
         return self.run()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -136,7 +137,7 @@ def subject(
         dual,
         TrainingSet(train),
         tests,
-        title or dual.store.folder.name,
+        title or Path(dual.store.location).name,
         () if unknown or set(names) & set(per_position) else names,
         label if label in columns and label not in per_position else None,
         class_names,

@@ -27,7 +27,7 @@ class Texts:
 
     def __init__(self, subject: Subject, language: Language):
         self._subject, self._language = subject, language
-        self._bare = dualform.open(subject.dual.store.folder).at(subject.dual.end_step)
+        self._bare = dualform.open(subject.dual.store.files).at(subject.dual.end_step)
         """Without a model: attention for query vectors, so that one token is looked up and not the whole prompt."""
         self._logits: Kept[Tensor] = Kept(32 << 20, lambda tensor: tensor.numel() * tensor.element_size())
         self._queries: Kept[dict[str, Tensor]] = Kept(

@@ -16,7 +16,7 @@ from dualform.errors import RecordingError
 from dualform.query.dual import open as open_run
 from dualform.record import Recorder, record
 from dualform.record.choose import EXCLUDED
-from dualform.store.files import LocalFiles
+from dualform.store.files import files_at
 from dualform.store.reader import Store
 from dualform.store.samples import write_samples
 
@@ -59,7 +59,7 @@ class ManagedRecording:
             resume=resume,
         )
         if self._samples is not None:
-            write_samples(LocalFiles(self.path), self._samples)
+            write_samples(files_at(self.path), self._samples)
         return self.recorder
 
     def batch(self, columns: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class ManagedRecording:
         """Return how many steps were recorded when a framework had counted `global_step`; False if it has not begun."""
         if global_step == 0:
             return False
-        log = Store(self.path).log
+        log = Store(files_at(self.path)).log
         steps = log.filter(pl.col(GLOBAL_STEP) <= global_step)["step"].to_list() if GLOBAL_STEP in log.columns else []
         if not steps:
             raise RecordingError(

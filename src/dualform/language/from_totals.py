@@ -17,6 +17,7 @@ from dualform.language.answers import PARTS, WIDTH, Ints, PromptAnswer, Scores
 from dualform.language.description import Description, read_description
 from dualform.language.shape import LAYER
 from dualform.store.catalog import Catalog
+from dualform.store.files import files_at
 from dualform.store.tensors import ArrayFile
 
 PIECE_BYTES = 4 << 20
@@ -28,7 +29,7 @@ def find_totals(folder: Path, where: str | None = None) -> LanguageTotals | None
     """Return the totals of a recording, or None if this question, or its error message, needs `RecordedLanguageModel`."""
     try:
         description = read_description(folder)
-        store = Catalog(folder)
+        store = Catalog(files_at(folder))
         grouping = store.grouping([description.column], store.end_step, deltas=False)
         if grouping is None or description.layer != LAYER or store.manifest.inexact:
             return None

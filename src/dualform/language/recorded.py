@@ -116,7 +116,7 @@ class RecordedLanguageModel:
     def _contributions(self, tokens: Tensor, target: int, part: str, gate: str | None) -> Answer:
         if self.dual.store.manifest.keep != "slots":
             raise NotRecordedError(
-                f"contributions need error signals, and {self.dual.store.folder} keeps {self.dual.store.manifest.keep} only. "
+                f"contributions need error signals, and {self.dual.store.location} keeps {self.dual.store.manifest.keep} only. "
                 f"Record with all slots."
             )
         if gate is not None and gate not in GATES:

@@ -19,7 +19,6 @@ COUNT, NUMBER, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "slots": (ctypes.PyDLL, [COUNT, POINTER, POINTER, COUNT], COUNT),
     "zero_rows": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 2, COUNT),
-    "looks": (ctypes.PyDLL, [COUNT] + [POINTER] * 3 + [COUNT] * 2, COUNT),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),

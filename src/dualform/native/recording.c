@@ -1,13 +1,10 @@
-/* Recording: the slots of a backward pass, and looks at gradients and weights. */
+/* Recording: the slots of a backward pass. */
 #include "loops.h"
 #ifdef BY_PROCESSOR
 #include <immintrin.h>
 #endif
 
 enum { TILE = 8, TOP = 15, UNIT = 126 + TOP }; /* TOP, UNIT: as in store/encoding.py */
-enum { WIDE = 8 };                             /* so many lanes, for sums of float64 */
-enum { SLACK = 64 };                           /* as in record/audit.py */
-static const double UNDERFLOW_BOUND = 1e-35;   /* UNDERFLOW there */
 
 /* The nearest float16, ties to even; |x| < 65520. */
 static inline uint16_t half(float x) {
@@ -111,20 +108,6 @@ static void store(const float *x, float square, int64_t n, int as_it_is, void *o
     memcpy(&scale, &bits, 4);
     halves(x, scale, out, n);
 }
-
-/* A matrix (rows, columns) that is to be seen through R (columns, k), given as (k, columns); random NULL: a vector (rows), as it is;
-   matrix NULL: nothing. */
-typedef struct {
-    const float *matrix, *random;
-    int64_t rows, columns, k;
-    int64_t at;             /* where what is seen goes */
-    double *known;          /* what it is to be compared with, or NULL */
-    int64_t part, turns;    /* it falls into so many parts of so many rows, of which one is looked at; turns 0: all of it */
-    double scale, roundoff; /* a bound on the absolute terms of what is known, as an audit.Link has it, and the parameter's unit
-                               roundoff; roundoff 0: no verdict is wanted */
-    /* Found by looks(): its first row, and how many there are */
-    int64_t first, some;
-} Look;
 
 /* The slots of one call: keys (n, d_in), error signals (n, d_out), and random, (k, d_in). stored_errors NULL: only keys are kept.
    exponents NULL: float32 is stored. */
@@ -230,126 +213,4 @@ int64_t slots(int64_t count, Call *calls, double *sums, int64_t threads) {
         odd += !isfinite(norms[0]);
     }
     return odd;
-}
-
-typedef struct {
-    int64_t count;
-    const Look *looks;
-    double *out;
-} Looks;
-
-/* How many products a row takes. */
-static int64_t cost(const Look *look) { return look->k * (look->random ? look->columns : 1); }
-
-/* The first row that begins at a product or after it. */
-static int64_t row_at(const Look *look, int64_t product) {
-    const int64_t row = product <= 0 ? 0 : (product + cost(look) - 1) / cost(look);
-    return row < look->some ? row : look->some;
-}
-
-/* From one product to another, as if all matrices were one. */
-static void some_rows(void *what, int64_t low, int64_t high, int part) {
-    const Looks *all = what;
-    (void)part;
-    for (const Look *look = all->looks; look < all->looks + all->count; look++) {
-        const float *matrix = look->matrix + look->first * (look->random ? look->columns : 1);
-        double *out = all->out + look->at;
-        for (int64_t row = row_at(look, low); row < row_at(look, high); row++)
-            for (int64_t column = 0; column < look->k; column++)
-                out[row * look->k + column] =
-                    look->random ? dot(matrix + row * look->columns, look->random + column * look->columns, look->columns)
-                                 : matrix[row];
-        low -= look->some * cost(look);
-        high -= look->some * cost(look);
-    }
-}
-
-/* x · x, x · y, y · y and ‖x − y‖². */
-LOOP void compare_sums(int64_t n, const double *restrict x, const double *restrict y, double *sums) {
-    double own[4][WIDE] = {{0}};
-    int64_t i = 0;
-    for (; i + WIDE <= n; i += WIDE)
-        for (int j = 0; j < WIDE; j++) {
-            const double a = x[i + j], b = y[i + j], rest = a - b;
-            own[0][j] += a * a;
-            own[1][j] += a * b;
-            own[2][j] += b * b;
-            own[3][j] += rest * rest;
-        }
-    for (; i < n; i++) {
-        const double a = x[i], b = y[i], rest = a - b;
-        own[0][0] += a * a;
-        own[1][0] += a * b;
-        own[2][0] += b * b;
-        own[3][0] += rest * rest;
-    }
-    for (int sum = 0; sum < 4; sum++) {
-        sums[sum] = 0;
-        for (int j = 0; j < WIDE; j++) sums[sum] += own[sum][j];
-    }
-}
-
-/* ‖x − ratio y‖² */
-LOOP double apart(int64_t n, const double *restrict x, double ratio, const double *restrict y) {
-    double own[WIDE] = {0}, sum = 0;
-    int64_t i = 0;
-    for (; i + WIDE <= n; i += WIDE)
-        for (int j = 0; j < WIDE; j++) own[j] += (x[i + j] - ratio * y[i + j]) * (x[i + j] - ratio * y[i + j]);
-    for (; i < n; i++) sum += (x[i] - ratio * y[i]) * (x[i] - ratio * y[i]);
-    for (int j = 0; j < WIDE; j++) sum += own[j];
-    return sum;
-}
-
-enum { VERDICT = 5 }; /* as in record/projections.py */
-
-/* How a single backward pass explains a gradient, as audit.explain has it: its factor; the residual; whether what remains is rounding; the
-   norm of the gradient; the signal. seen, added: the gradient and what the pass has added, through R. */
-static void explain(int64_t n, const double *seen, const double *added, double scale, double roundoff, double verdict[VERDICT]) {
-    double sums[4], ratio = 1, signal = 0;
-    compare_sums(n, seen, added, sums);
-    const double square = sums[0], both = sums[1], expected = sums[2], unit = SLACK * roundoff;
-    double rest = sums[3];
-    if (isfinite(expected) && expected != 0) {
-        signal = sqrt(expected) / (unit * scale);
-        if (square == 0)
-            ratio = 0;
-        else if (signal > 1) {
-            ratio = both / expected;
-            if (fabs(ratio - 1) <= 16 * roundoff) ratio = 1;
-        }
-    }
-    if (ratio != 1) rest = ratio == 0 ? square : apart(n, seen, ratio, added);
-    const double whole = sqrt(square), left = sqrt(rest), bound = ratio == 0 ? 0 : scale * fabs(ratio);
-    verdict[0] = ratio;
-    verdict[1] = !isfinite(square) ? NAN : whole != 0 ? left / whole : 0;
-    verdict[2] = !isfinite(square) || left <= UNDERFLOW_BOUND || left <= unit * (whole > bound ? whole : bound);
-    verdict[3] = whole;
-    verdict[4] = isfinite(square) && signal > 0 ? signal : 0;
-}
-
-/* matrix @ R of each goes to out. found (count, VERDICT), of what is known: its verdict, if one is wanted; else x · x, x · y, y · y and
-   ‖x − y‖², for what is seen and what is known. turn: which parts are looked at. Gives how many parts are not what is known. */
-int64_t looks(int64_t count, Look *looks, double *out, double *found, int64_t turn, int64_t threads) {
-    int64_t products = 0;
-    for (Look *look = looks; look < looks + count; look++) {
-        const int64_t rows = look->matrix ? look->rows : 0, from = look->turns ? turn % look->turns * look->part : 0;
-        const int64_t most = look->turns ? look->part : rows;
-        look->first = from < rows ? from : rows;
-        look->some = rows - look->first < most ? rows - look->first : most;
-        products += look->some * cost(look);
-    }
-    Looks all = {count, looks, out};
-    in_parts(some_rows, &all, products, products < WORTH ? 1 : threads);
-    int64_t changed = 0;
-    for (const Look *look = looks; look < looks + count; look++, found += VERDICT) {
-        const int64_t n = look->known ? look->some * look->k : 0;
-        const double *seen = out + look->at;
-        const double *known = look->known ? look->known + look->first * look->k : NULL;
-        if (known && look->roundoff != 0)
-            explain(n, seen, known, look->scale, look->roundoff, found);
-        else
-            compare_sums(n, seen, known, found);
-        changed += look->turns && found[3] != 0; /* what is seen again is the same to the last bit */
-    }
-    return changed;
 }

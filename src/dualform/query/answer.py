@@ -214,7 +214,7 @@ class Answer:
         groupings = manifest.totals.groupings if manifest.totals else ()
         kept = ", ".join(" + ".join(grouping.columns) for grouping in groupings)
         raise NotRecordedError(
-            f"{question}: {self._scorer.store.folder} keeps totals only, for {kept or 'nothing yet'}, and no slots. "
+            f"{question}: {self._scorer.store.location} keeps totals only, for {kept or 'nothing yet'}, and no slots. "
             f'Record with keep="slots", or with totals= for these columns.'
         )
 

@@ -258,7 +258,7 @@ class ContributionScorer(Scorer):
 
     @property
     def _shares_parameters(self) -> bool:
-        return not self.is_tied and bool(self.tied_layers())
+        return self.is_tied or bool(self.tied_layers())
 
     def tied_layers(self) -> list[Layer]:
         """Return the other layers whose slots write to the same parts of this layer's parameters (tied embeddings)."""

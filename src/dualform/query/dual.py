@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import polars as pl
 import torch
@@ -21,15 +20,16 @@ from dualform.dual.compact import Compact, compact, compacted_weights
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.weights import Reached
-from dualform.errors import InexactWarning, NotRecordedError, QuestionError, UnknownLayerError
+from dualform.errors import InexactWarning, NotRecordedError, QuestionError
 from dualform.layers.streams import Layer
 from dualform.progress import Progress
-from dualform.query.answer import Answer
 from dualform.query.attention import LayerAttention
+from dualform.query.by_layer import ByLayer, Contributions
+from dualform.query.completions import Prompt, encode_completion
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
-from dualform.query.forward import run
+from dualform.query.forward import count_rows, run
 from dualform.query.influence.answers import Influence
 from dualform.query.influence.estimate import Settings, estimate
 from dualform.query.influence.mislabelled import mislabelled
@@ -37,47 +37,29 @@ from dualform.query.info import marks, store_info
 from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
 from dualform.query.network import Network
 from dualform.query.slots import addresses
+from dualform.query.sources import Sources, Texts, rank_documents
+from dualform.query.targets import Target, TargetReader, predicts_next_token
+from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
 from dualform.store.samples import read_samples
 
-A = TypeVar("A", bound=Answer)
-Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 COUNTERS = ("step", "mu_product")
 """Numbers among the tensors of an optimizer's state."""
 
 
-def open(path: str | os.PathLike[str], model: nn.Module | None = None, *, executor: Executor | None = None) -> Dual:
+def open(
+    path: str | os.PathLike[str] | Files, model: nn.Module | None = None, *, executor: Executor | None = None
+) -> Dual:
     """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
 
+    path: a folder, or the files of a store elsewhere, read through the methods of `store.files.Files`.
     Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
-    store = Store(Path(path))
+    files = files_at(path) if isinstance(path, (str, os.PathLike)) else path
+    store = Store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
-
-
-class ByLayer(Mapping[str, A], Generic[A]):
-    """Answers by the name of their layer."""
-
-    def __init__(self, store: Store, answers: dict[str, A]):
-        self._store = store
-        self._answers = answers
-
-    def __getitem__(self, layer: str) -> A:
-        if layer not in self._answers:
-            self._store.layer(layer)
-            raise UnknownLayerError(f"layer {layer!r} was not called for these inputs.")
-        return self._answers[layer]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._answers)
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def __repr__(self) -> str:
-        return "\n".join(repr(answer) for answer in self._answers.values())
 
 
 class Dual:
@@ -96,7 +78,7 @@ class Dual:
     def __repr__(self) -> str:
         is_empty = not self.store.end_step and self.store.manifest.ended is None
         why = " (nothing is sealed yet: is its recorder still open?)" if is_empty else ""
-        return f"Dual({str(self.store.folder)!r}, after {self.end_step} steps{why}, layers {self.layers})"
+        return f"Dual({self.store.location!r}, after {self.end_step} steps{why}, layers {self.layers})"
 
     # What was recorded
 
@@ -172,7 +154,7 @@ class Dual:
 
     def reopened(self) -> Dual:
         """Return the same, read from the disk anew: totals may have been built since."""
-        return Dual(Store(self.store.folder), self._model, self.end_step, self._executor)
+        return Dual(Store(self.store.files), self._model, self.end_step, self._executor)
 
     # Questions
 
@@ -202,21 +184,32 @@ class Dual:
         inputs: Any,
         *,
         target: Target = None,
+        tokenizer: Any = None,
+        layers: str | Collection[str] | None = None,
         rows: int | None = None,
         silent: bool = False,
         progress: Progress | None = None,
-    ) -> ByLayer[LayerContributions]:
+    ) -> Contributions:
         """Return the contribution of every slot to a target, signed; exact in the layer whose output the target is.
 
-        target: an output unit, one for each example, or a function of the model's output that gives one number for
-        each example; default: the unit with the largest output. silent: as for attend(); what such slots contribute is zero.
+        By layer, `[layer].top(10)`; and summed over layers, `.top(10, by="sample_id")`, `.total("label")`.
+
+        target: an output unit, one for each example, or a function of the model's output that gives one number for each example; default:
+        the unit with the largest output. Of a language model: "next token", the likeliest one; a token as text, with its tokenizer; or
+        "completion", the log-probability of the inputs' `labels`. silent: as for attend(); what such slots contribute is zero.
         progress: called while optimizers with matrices as coefficients are replayed.
         """
         self._needs_model("contributions")
         self._needs_error_signals("contributions")
         self._warn()
         manifest = self.store.manifest
-        captured = run(self._query_model, manifest.layers, inputs, rows, manifest.batch_axis, target, True)
+        reader = self._target_reader(inputs, rows, tokenizer)
+        aim = reader.logit(target)
+        chosen = list(manifest.layers)
+        if layers is not None:
+            names = self._chosen_layers(layers)
+            chosen = [layer for layer in chosen if layer.name in names]
+        captured = run(self._query_model, chosen, inputs, reader.rows, manifest.batch_axis, aim)
         answers = {}
         for name, found in captured.layers.items():
             _, layer = self.store.layer(name)
@@ -231,13 +224,14 @@ class Dual:
                 progress=progress,
             )
             answers[name] = LayerContributions(scorer, captured.target, silent=silent, executor=self._executor)
-        return ByLayer(self.store, answers)
+        return Contributions(self.store, answers)
 
     def influence(
         self,
         inputs: Any,
         *,
         target: Target = None,
+        tokenizer: Any = None,
         method: str = "whitened",
         layers: str | Collection[str] | None = None,
         segments: int | Sequence[tuple[int, int]] = 15,
@@ -253,7 +247,7 @@ class Dual:
         """Return what would change in a target without some of the training data: an estimate, positive for what supports it.
 
         target: a class, one for each example, or None, the model's answer: its margin, log(p / (1 − p)); or a function of the
-        output that gives one number for each example. method: "whitened" (gradients with curvature between them; any loss),
+        output that gives one number for each example. Of a language model, as for contributions(), with margins of tokens. method: "whitened" (gradients with curvature between them; any loss),
         "kernel" (the best; softmax cross-entropy, thousands of rows in a segment; memory: bytes for its N² numbers), "sketch" (the
         kernel through size × size random numbers for each layer). segments: at most this many epochs, spread over the run, or
         (begin, end) in steps; sample: the column by which epochs are counted, default `sample_id`. damping: relative to the
@@ -265,7 +259,7 @@ class Dual:
         self._needs_error_signals("influence")
         if self.store.manifest.keep == "totals":
             raise NotRecordedError(
-                f'influence() needs slots, but {self.store.folder} keeps totals only. Record with keep="slots".'
+                f'influence() needs slots, but {self.store.location} keeps totals only. Record with keep="slots".'
             )
         self._warn()
         chosen = self._chosen_layers(layers)
@@ -281,13 +275,57 @@ class Dual:
             [layer for layer in self.store.manifest.layers if layer.name in chosen],
             self.end_step,
             model_at,
-            inputs,
-            rows,
+            self._target_reader(inputs, rows, tokenizer),
             target,
             Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
             progress,
             self._executor,
         )
+
+    def sources(
+        self,
+        prompt: Prompt,
+        completion: str | Sequence[int] | Tensor | None = None,
+        *,
+        tokenizer: Any = None,
+        by: str | Sequence[str] = "sample_id",
+        k: int = 10,
+        method: str = "influence",
+        documents: Any = None,
+        layers: str | Collection[str] | None = None,
+        where: Where | None = None,
+        lowest: bool = False,
+        segments: int | Sequence[tuple[int, int]] = 15,
+        loss_mean: str = "tokens",
+        progress: Progress | None = None,
+    ) -> Sources:
+        """Return the k training documents that a completion of a prompt rests on most, in total and for each of its tokens.
+
+        prompt: a text or a list of chat messages, with the tokenizer; or its tokens. completion: a text or tokens; default: the likeliest
+        next token. by: the column that names documents. method: "influence", an estimate of how the completion's log-probability would
+        change without a document; or "contribution", what it wrote to the weights, along that log-probability's gradient. documents: texts by
+        what `by` names, if they were not recorded as a column `text`. layers, where: only these. lowest: what speaks against the completion.
+        segments, loss_mean: as for influence().
+        """
+        self._needs_model("sources")
+        asked = encode_completion(self._query_model, prompt, completion, tokenizer)
+        answer: Influence | Contributions
+        if method == "influence":
+            answer = self.influence(
+                asked.inputs,
+                target=asked.target,
+                layers=layers,
+                rows=1,
+                segments=segments,
+                loss_mean=loss_mean,
+                progress=progress,
+            )
+        elif method == "contribution":
+            answer = self.contributions(asked.inputs, target=asked.target, layers=layers, rows=1, progress=progress)
+        else:
+            raise QuestionError(f'method={method!r}: expected "influence" or "contribution".')
+        sums = answer.sums(by, where=where)
+        return rank_documents(asked, method, sums, k, lowest, Texts(self.rows, documents))
 
     def masked(
         self,
@@ -391,6 +429,11 @@ class Dual:
         """A private copy of the model, which runs to get queries."""
         return self.model()
 
+    def _target_reader(self, inputs: Any, rows: int | None, tokenizer: Any) -> TargetReader:
+        count = count_rows(inputs, self.store.manifest.batch_axis) if rows is None else rows
+        assert self._model is not None  # questions with a target have asked for it
+        return TargetReader(inputs, count, predicts_next_token(self._model), tokenizer)
+
     def _warn(self) -> None:
         """Warn of inexact layers, with every answer."""
         for name, mark in marks(self.store, self.end_step).items():
@@ -407,7 +450,7 @@ class Dual:
     def _needs_error_signals(self, question: str) -> None:
         if self.store.manifest.keep == "keys":
             raise NotRecordedError(
-                f'{question}() needs error signals, but {self.store.folder} keeps keys only. Record with keep="slots".'
+                f'{question}() needs error signals, but {self.store.location} keeps keys only. Record with keep="slots".'
             )
 
     def _mask(self, only: Where | None, drop: Where | None, question: str) -> Mask:

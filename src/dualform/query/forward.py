@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -20,6 +20,7 @@ from dualform.layers.rows import Layout, reading_by_length, shape_text
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
 from dualform.layers.slot_source import Arguments, LayerSlots, SlotSource, map_tensors
 from dualform.layers.streams import Layer, joined
+from dualform.query.targets import TargetFunction
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,15 @@ def run(
     inputs: Any,
     rows: int | None,
     batch_axis: Mapping[str, int],
-    target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None = None,
-    gradients: bool = False,
+    target: TargetFunction | None = None,
 ) -> Run:
     """Run a model in evaluation mode. Threads wait for each other.
 
-    batch_axis: what the recording was told of where rows are.
+    batch_axis: what the recording was told of where rows are. target: whose gradients are wanted; None: queries alone.
     """
     with _ONE_MODEL_AT_A_TIME:
-        count = _rows(inputs, batch_axis.get("")) if rows is None else rows
-        return _run(model, layers, inputs, count, batch_axis, target, gradients)
+        count = count_rows(inputs, batch_axis) if rows is None else rows
+        return _run(model, layers, inputs, count, batch_axis, target)
 
 
 @dataclass
@@ -136,27 +136,46 @@ def _run(
     inputs: Any,
     rows: int,
     batch_axis: Mapping[str, int],
-    target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
-    gradients: bool,
+    target: TargetFunction | None,
 ) -> Run:
     for parameter in model.parameters():
         if parameter.is_floating_point():  # a quantised weight has no gradient
             parameter.requires_grad_(True)
-    with _Listener(model, layers, copy_outputs=gradients) as listener:
+    with _Listener(model, layers, copy_outputs=target is not None) as listener:
         with torch.enable_grad():  # the graph tells which calls the output depends on
-            output = _call(model, inputs)
+            output = output_of(model, inputs)
         calls = _calls_behind(output, listener.calls)
         axes = BatchAxes(batch_axis, listener.owners, batch_axis.get(""))
         proof = _prove(model, inputs, calls, rows, axes, listener)
-    chosen = _target(output, target, rows) if gradients else None
-    collector = _Collector(layers, rows, axes, proof, chosen)
-    slopes: Sequence[Any] = [None] * len(calls)
-    if chosen is not None:
-        slopes = _slopes(chosen, [call.source for call in calls])
-    for call, slope in zip(calls, slopes, strict=True):
-        for found in call.source.slots(slope):
-            collector.add(call, found)
-    return Run(collector.captured(), torch.zeros(rows) if chosen is None else chosen.detach())
+
+    def collected(number: Tensor | None) -> dict[str, Captured]:
+        collector = _Collector(layers, rows, axes, proof, number)
+        slopes: Sequence[Any] = [None] * len(calls)
+        if number is not None:
+            slopes = _slopes(number, [call.source for call in calls])
+        for call, slope in zip(calls, slopes, strict=True):
+            for found in call.source.slots(slope):
+                collector.add(call, found)
+        return collector.captured()
+
+    if target is None:
+        return Run(collected(None), torch.zeros(rows))
+    numbers = target(output)
+    if numbers.dim() == 1:
+        return Run(collected(numbers), numbers.detach())
+    # Several numbers for each example: one forward pass, and a backward pass for each of them
+    return Run(_side_by_side([collected(number) for number in numbers.T]), numbers.detach().flatten())
+
+
+def _side_by_side(parts: Sequence[dict[str, Captured]]) -> dict[str, Captured]:
+    """Join what was captured for each number of an example: (examples × numbers, positions, …), example by example."""
+    joined_parts = {}
+    for name in parts[0]:
+        queries = torch.stack([part[name].queries for part in parts], 1).flatten(0, 1)
+        gradients = [part[name].gradients for part in parts]
+        known = [gradient for gradient in gradients if gradient is not None]
+        joined_parts[name] = Captured(queries, torch.stack(known, 1).flatten(0, 1) if known else None)
+    return joined_parts
 
 
 class _Collector:
@@ -279,14 +298,15 @@ def _errors_of(source: SlotSource, layer: str, example: Tensor) -> Tensor:
     raise QuestionError(f"layer {layer!r} has no error signals for this target.")
 
 
-def _rows(inputs: Any, axis: int | None) -> int:
-    """How many examples there are. axis: of the first tensor, if it is not the first one."""
+def count_rows(inputs: Any, batch_axis: Mapping[str, int]) -> int:
+    """Return how many examples there are: the length of the first tensor, along the axis that the recording was told of."""
     tensors = tensors_in(inputs)
-    place = axis or 0
+    place = batch_axis.get("") or 0
     if not tensors or tensors[0].dim() <= place:
         raise QuestionError(
             f"the inputs are {type(inputs).__name__}; expected a tensor, a tuple of the model's arguments, or a "
-            f"dictionary of them, with at least one tensor that has an entry for each example."
+            f"dictionary of them, with at least one tensor that has an entry for each example. A tokenizer gives tensors with "
+            f'return_tensors="pt".'
         )
     return tensors[0].shape[place]
 
@@ -298,7 +318,8 @@ def _arguments(inputs: Any) -> Arguments:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def output_of(model: nn.Module, inputs: Any) -> Any:
+    """Return a model's output for a tensor, a tuple of arguments, or a dictionary of them (a BatchEncoding, too)."""
     positional, named = _arguments(inputs)
     try:
         return model(*positional, **named)
@@ -309,64 +330,6 @@ def _call(model: nn.Module, inputs: Any) -> Any:
             f"the model's forward pass failed on these inputs: {type(error).__name__}: {error}. Give it inputs as in training, and the "
             f"architecture that was recorded."
         ) from error
-
-
-def _target(output: Any, target: Any, rows: int) -> Tensor:
-    if callable(target):
-        chosen = target(output)
-        if not isinstance(chosen, Tensor) or chosen.shape != (rows,):
-            came = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
-            raise QuestionError(
-                f"target(output) gave {came}; expected a tensor with one number for each of {rows} examples."
-            )
-        return chosen
-    if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[0] != rows:
-        came = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise QuestionError(
-            f"the model's output is {came}, not ({rows}, units). Say what the target is: a function of the output that "
-            f"gives one number for each example, e.g. target=lambda output: output[:, -1, 7]."
-        )
-    return output.gather(1, _numbers(output, target, rows).unsqueeze(1))[:, 0]
-
-
-def _numbers(output: Tensor, target: Any, rows: int) -> Tensor:
-    """The unit of each example that a target means, (rows,)."""
-    units = output.shape[1]
-    numbers = output.detach().argmax(1) if target is None else torch.as_tensor(target)
-    if numbers.is_floating_point() or numbers.dtype == torch.bool or numbers.shape not in ((), (rows,)):
-        raise QuestionError(
-            f"target={target!r}: expected a unit from 0 to {units - 1}, or one for each of {rows} examples."
-        )
-    if rows and not bool(((numbers >= 0) & (numbers < units)).all()):
-        raise QuestionError(f"target={target!r}: the output has units 0 to {units - 1}.")
-    return numbers.expand(rows)
-
-
-def margin(
-    model: nn.Module,
-    inputs: Any,
-    rows: int | None,
-    target: int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None,
-    batch_axis: Mapping[str, int],
-) -> Callable[[Any], Tensor]:
-    """The margin of a class as a target: its logit less the logsumexp of all others, log(p / (1 − p)).
-
-    target: the class, one for each example, or None: the one that this model chooses, wherever the margin is then taken. A
-    function of the output stays as it is.
-    """
-    if callable(target):
-        return target
-    with torch.no_grad():
-        output = _call(model, inputs)
-    rows = _rows(inputs, batch_axis.get("")) if rows is None else rows
-    _target(output, target, rows)  # says what is wrong, if anything is
-    classes = _numbers(output, target, rows)
-
-    def taken(output: Tensor) -> Tensor:
-        chosen = torch.nn.functional.one_hot(classes.long(), output.shape[1]).bool()
-        return output[chosen] - output.masked_fill(chosen, -math.inf).logsumexp(1)
-
-    return taken
 
 
 def _slopes(target: Tensor, sources: Sequence[SlotSource]) -> list[list[Tensor | None]]:

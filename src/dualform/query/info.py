@@ -18,7 +18,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
     """Return what a store holds up to step `end`."""
     manifest = store.manifest
     return {
-        "path": str(store.folder),
+        "path": store.location,
         "created_by": manifest.created_by,
         "ended": manifest.ended or "not yet, or killed: what is sealed is here",
         "steps": store.end_step,

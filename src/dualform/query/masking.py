@@ -51,7 +51,7 @@ class Mask:
         """Return what tells which slots of a chunk take part."""
         if self.store.manifest.keep == "totals":
             raise NotRecordedError(
-                f"{self.store.folder} keeps totals only; this mask needs group deltas for its columns, or slots. Record with "
+                f"{self.store.location} keeps totals only; this mask needs group deltas for its columns, or slots. Record with "
                 f'totals= for them, or with keep="slots".'
             )
         condition = Condition(self.store, self.condition, self.end, name=self._argument)

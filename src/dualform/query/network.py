@@ -78,7 +78,7 @@ class Network:
         manifest = self._store.manifest
         if manifest.keep != "slots":
             raise NotRecordedError(
-                f"{self._store.folder} keeps {manifest.keep} only: the network is known after "
+                f"{self._store.location} keeps {manifest.keep} only: the network is known after "
                 f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = [parameter.name for parameter in manifest.parameters]

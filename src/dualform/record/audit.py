@@ -12,17 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from dualform.projection import Looked
+from dualform.projection import SLACK, Projected
 
-Seen = np.ndarray[Any, np.dtype[np.float64]]
-"""A parameter-shaped tensor seen through R: (d_out × k,)."""
-SLACK = 64.0
-"""How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 COARSE_SLACK = 8.0
 """How many 16-bit roundoffs of its own norm a gradient may be off that was computed under autocast."""
 UNDERFLOW = 1e-35
@@ -40,9 +35,9 @@ BETTER = 16.0
 class Share:
     """One backward pass, as seen through R: what was in .grad before it, and what its slots say was added."""
 
-    before: Seen | None
+    before: Projected | None
     """grad @ R before this pass added to it; None: there was no gradient."""
-    added: Seen
+    added: Projected
     """Σ error_signal ⊗ (key · R)."""
     scale: float
     """A bound on the sum of the absolute terms of `added`."""
@@ -79,7 +74,7 @@ class Verdict:
 class _Sum:
     """What some passes should have left in .grad, and how far rounding may have moved it."""
 
-    expected: Seen
+    expected: Projected
     scale: float = 0.0
     coarse: float = 0.0
     common: float = 0.0
@@ -138,13 +133,12 @@ def unaudited(shares: Sequence[Share]) -> Verdict:
     return Verdict(factors, math.nan, explained=True, size=math.nan)
 
 
-def explain(shares: Sequence[Share], looked: Looked, roundoff: float, *, last_factor: float | None = None) -> Verdict:
+def explain(shares: Sequence[Share], seen: Projected, roundoff: float, *, last_factor: float | None = None) -> Verdict:
     """Find the factor of each backward pass.
 
-    looked: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient, which is not zero, was
+    seen: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient, which is not zero, was
     scaled after the last pass, if that is known from other parameters.
     """
-    seen = looked.astype(np.float64, copy=False)
     with np.errstate(all="ignore"):  # what has diverged may overflow
         verdict = _chain(shares, seen, roundoff, last_factor)
         if not verdict.explained and 1 < len(shares) <= seen.size // 2:
@@ -154,7 +148,7 @@ def explain(shares: Sequence[Share], looked: Looked, roundoff: float, *, last_fa
     return verdict
 
 
-def shared_factors(factors: Seen, signals: Seen, better: float | Seen = BETTER) -> Seen:
+def shared_factors(factors: Projected, signals: Projected, better: float | Projected = BETTER) -> Projected:
     """Let gradients of one update that tell their factor poorly take that of the gradient that tells it best.
 
     factors, signals: one for each gradient; all are determined. Clipping by norm and loss scaling multiply all gradients alike. A gradient that
@@ -192,12 +186,11 @@ def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
     return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
 
 
-def explain_rounding(shares: Sequence[Share], looked: Looked, roundoff: float) -> Verdict:
+def explain_rounding(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
     """Explain a gradient as rounding that was scaled, where no gradient of its update tells by what.
 
     Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are kept as they were.
     """
-    seen = looked.astype(np.float64, copy=False)
     total = _Sum(np.zeros_like(seen))
     for share in shares:
         total = total.plus(share)
@@ -206,7 +199,7 @@ def explain_rounding(shares: Sequence[Share], looked: Looked, roundoff: float) -
     return Verdict([0.0] * len(shares), 1.0, is_rounding, total.signal(roundoff), size)
 
 
-def _chain(shares: Sequence[Share], seen: Seen, roundoff: float, last_factor: float | None) -> Verdict:
+def _chain(shares: Sequence[Share], seen: Projected, roundoff: float, last_factor: float | None) -> Verdict:
     """One number for each share: .grad is scaled as a whole between backward passes."""
     total = _Sum(np.zeros_like(seen))
     factors: list[float] = []
@@ -223,7 +216,7 @@ def _chain(shares: Sequence[Share], seen: Seen, roundoff: float, last_factor: fl
     return _verdict(factors, seen, total.times(ratio), roundoff, signal)
 
 
-def _least_squares(shares: Sequence[Share], seen: Seen, roundoff: float) -> Verdict:
+def _least_squares(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
     nothing = _Sum(np.zeros_like(seen))
     terms = np.stack([share.added for share in shares], axis=1)
@@ -253,7 +246,7 @@ def _between(share: Share, total: _Sum, roundoff: float) -> float:
     return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio
 
 
-def _ratio(after: Seen, total: _Sum, roundoff: float) -> float:
+def _ratio(after: Projected, total: _Sum, roundoff: float) -> float:
     """The number by which what was expected was multiplied."""
     expected = total.expected
     square = float(expected @ expected)
@@ -271,7 +264,7 @@ def _ratio(after: Seen, total: _Sum, roundoff: float) -> float:
     return 1.0 if abs(ratio - 1) <= uncertainty else ratio
 
 
-def _verdict(factors: list[float], seen: Seen, total: _Sum, roundoff: float, signal: float) -> Verdict:
+def _verdict(factors: list[float], seen: Projected, total: _Sum, roundoff: float, signal: float) -> Verdict:
     size = math.sqrt(float(seen @ seen))
     if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
         return Verdict(factors, math.nan, explained=True, signal=0.0, size=size)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from dualform.record.recording import Recording, Settings
 from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
 from dualform.store import format as store
+from dualform.store.files import files_at
 from dualform.store.lock import prepare
 from dualform.store.memory import Pool
 from dualform.store.tensors import tensor_checksum
@@ -123,13 +123,13 @@ def record(
     if dtype is None:
         wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
         dtype = "float64" if wide else "float32"
-    folder = Path(path)
+    files = files_at(path)
     seed = private_seed()
     if resume is False:
-        prepare(folder, overwrite=overwrite)
+        prepare(files, overwrite=overwrite)
         before = None
     else:
-        before = resuming.manifest(folder, None if resume is True else resume)
+        before = resuming.manifest(files, None if resume is True else resume)
         seed = int(before.settings["seed"])
     if before is not None:  # layers that entered during training come last in the store
         order = {layer.name: number for number, layer in enumerate(before.layers)}
@@ -158,13 +158,13 @@ def record(
     steps.watch.refuse_shared()
     kept = None
     if before is not None:
-        manifest = resuming.go_on(folder, before, manifest, passes, steps)
-        kept = resuming.totals(folder, manifest, wanted)
+        manifest = resuming.go_on(files, before, manifest, passes, steps)
+        kept = resuming.totals(files, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
     weights = snapshot_of(model, steps, is_first=before is None)
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = passes.store_as.pool
-    writer = Writer(folder, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
+    writer = Writer(files, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     recording: Recording | None = None
     try:
         counted = OnlineCurvature() if curvature else None

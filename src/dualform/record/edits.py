@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.record.optimizers import Numbers, replay_for
 from dualform.record.parameters import RecordedParameter
-from dualform.record.projections import Projections
 from dualform.recursions import KINDS
 
 EDITED = "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of weights, a constraint)"
@@ -86,7 +84,7 @@ class OptimizerWatch:
         """Those that are not recorded."""
         self.parts: list[tuple[dict[str, Any], list[RecordedParameter]]] = []
         """The recorded parameters of each group, …"""
-        self.projections = Projections([])
+        self.recorded: list[RecordedParameter] = []
         """… and of all groups."""
         self._all_states: list[Any] = []
         self._states: list[dict[str, Any]] = []
@@ -102,26 +100,19 @@ class OptimizerWatch:
         """The name of its recursion, or of its class if it has none."""
         return self._replay.kind if self._replay else type(self._optimizer).__name__
 
-    @property
-    def recorded(self) -> list[RecordedParameter]:
-        """Its recorded parameters."""
-        return self.projections.recorded
-
     def refresh(self) -> bool:
         """List its parameters again if a group, a parameter or a layer is new (load_state_dict makes new groups); gives whether one is."""
         groups = self._optimizer.param_groups
         listed = list(chain.from_iterable([group["params"] for group in groups]))
         if self._count == len(self._recorded) and _are_same(self._groups, groups) and _are_same(self._listed, listed):
             return False
-        self.projections.hand_out()
         self.parts = [
             (group, [self._recorded[id(one)] for one in group["params"] if id(one) in self._recorded])
             for group in groups
         ]
-        recorded = [parameter for _, of_group in self.parts for parameter in of_group]
-        self.projections = Projections(recorded)
+        self.recorded = [parameter for _, of_group in self.parts for parameter in of_group]
         self.others = [one for one in listed if id(one) not in self._recorded]
-        self._state_tensors = [one for one in self._state_tensors if one.parameter in recorded]
+        self._state_tensors = [one for one in self._state_tensors if one.parameter in self.recorded]
         self._all_states = []
         self._states = []
         self._read = []
@@ -182,24 +173,21 @@ class OptimizerWatch:
     def remember(self) -> dict[int, float]:
         """Remember parameters and state as they are now; gives a fingerprint of each parameter, by its number."""
         self._state_tensors = self._tensors_now()
-        fingerprints = self.projections.remember()
-        return {parameter.number: value for parameter, value in zip(self.recorded, fingerprints, strict=True)}
+        for parameter in self.recorded:
+            parameter.remember()
+        return {parameter.number: parameter.fingerprint for parameter in self.recorded}
 
     def remember_after(self, gradients: Gradients) -> dict[int, float]:
         """The same after an update that was audited with these gradients."""
         self._gradient_edits = [parameter for parameter, gradient, version in gradients if gradient._version != version]
         return self.remember()
 
-    def edits(self, is_unchanged: bool | None = None) -> Edits:
-        """What has changed since the last update. is_unchanged: whether the parameters have not, if that is known."""
-        found: Edits = {}
+    def edits(self) -> Edits:
+        """What has changed since the last update."""
         if self._replay is None:
             # No dual form is claimed, and some of these optimizers move the weights between steps (schedule-free ones do)
-            return found
-        if is_unchanged is None:
-            is_unchanged = self.projections.unchanged()
-        if not is_unchanged:
-            found = {parameter.name: (parameter, EDITED) for parameter in self.recorded if parameter.changed()}
+            return {}
+        found = {parameter.name: (parameter, EDITED) for parameter in self.recorded if parameter.changed()}
         for parameter in self._replaced_states():
             found.setdefault(parameter.name, (parameter, REPLACED))
         for parameter in self._gradient_edits:
@@ -269,11 +257,11 @@ class EditWatch:
         for watch in self:
             yield from watch.parameters()
 
-    def edits(self, is_unchanged: Mapping[int, bool] = MappingProxyType({})) -> Edits:
-        """What has changed since the last update. is_unchanged: of some optimizers, whether their parameters have not."""
+    def edits(self) -> Edits:
+        """What has changed since the last update."""
         found: Edits = {}
-        for number, watch in enumerate(self):
-            found |= watch.edits(is_unchanged.get(number))
+        for watch in self:
+            found |= watch.edits()
         return found
 
     def remember(self) -> dict[int, float]:

@@ -139,9 +139,7 @@ class FinishedSteps:
 
     def _go_on_without_totals(self) -> None:
         """An exception has left the totals half-way."""
-        message = (
-            f"an exception came while the totals of {self._writer.folder} were summed up, so they cannot be carried on"
-        )
+        message = f"an exception came while the totals of {self._writer.location} were summed up, so they cannot be carried on"
         if self.keeps_only_totals:
             raise RecordingError(
                 f"{message}. The store ends with step {self._writer.manifest.end_step}: go on from there with record(…, resume=True)."

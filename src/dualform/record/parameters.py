@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dualform.layers.keys import Keys, Maps, Numbers, in_groups, part
 from dualform.layers.streams import Use
-from dualform.native.kernels import is_plain
-from dualform.projection import Looked, Projection
+from dualform.projection import SLACK, Projected, Projection
 from dualform.record import audit
 
 THROWN = 8
@@ -41,12 +40,12 @@ class PassShare(audit.Share):
     audited: bool = True
     """False: its slots are keys alone, which explain no gradient."""
 
-    def add(self, added: audit.Seen, scale: float) -> None:
+    def add(self, added: Projected, scale: float) -> None:
         """Some slots say that this was added, with a bound on the sum of its absolute terms."""
         self.added = self.added + added if self.added.flags.writeable else added
         self.scale += scale
 
-    def room(self) -> audit.Seen:
+    def room(self) -> Projected:
         """`added`, to be added to in place."""
         if not self.added.flags.writeable:
             self.added = self.added.copy()
@@ -106,10 +105,8 @@ class RecordedParameter:
         self.is_matrix, self.shape = not vector, tuple(parameter.shape)
         projection = Projection.of(name, self.shape, parameter.dtype, seed, vector=vector)
         self.projection = projection
-        self.random, self.columns, self.mixed = projection.random, projection.columns, projection.mixed
+        self.random, self.columns = projection.random, projection.columns
         rows, inputs = projection.rows, projection.random.shape[0]
-        self.in_columns = is_plain(self.random.T) and self.random.numel() > 0
-        """Whether a compiled loop can look through R (a weight without columns has nothing to see)."""
         self.rows, self.roundoff = rows, roundoff(parameter)
         self._nothing = np.zeros(rows * self.columns)
         self._nothing.flags.writeable = False
@@ -118,14 +115,15 @@ class RecordedParameter:
         self.part = max(1, -(-rows // PARTS) if self.is_matrix else rows)
         # A weight of few rows has fewer parts: none of them may be empty
         self.turns = max(1, -(-rows // self.part))
-        self.next_turn = 1 % self.turns
-        self.slack = audit.SLACK * self.roundoff * math.sqrt(inputs)
+        self._turn = 1 % self.turns
+        """The part that is compared next."""
+        self.slack = SLACK * self.roundoff * math.sqrt(inputs)
         """What passes as rounding, relative to the size of what is seen."""
         self.remember()
 
-    def look(self, tensor: Tensor) -> Looked:
+    def project(self, tensor: Tensor) -> Projected:
         """A tensor like the parameter (or some of its rows) as the audit sees it."""
-        return self.projection.look(tensor)
+        return self.projection.project(tensor)
 
     def random_like(self, tensor: Tensor) -> Tensor:
         """R in the type and place of a tensor."""
@@ -135,14 +133,8 @@ class RecordedParameter:
 
     def remember(self, value: Tensor | None = None) -> None:
         """It has just been updated. value: what it is, if not the parameter's own value."""
-        now = self.look(self.tensor if value is None else value)
-        self.remembered(now if self.is_matrix else now.copy(), mark_of(self.tensor), self.next_turn)
-
-    def remembered(self, seen: Looked, mark: tuple[int, int], turn: int) -> None:
-        """What it looked like after its last update. turn: the part that is to be compared next."""
-        self.seen = seen
-        self._mark = mark
-        self.next_turn = turn
+        self.seen = self.project(self.tensor if value is None else value)
+        self._mark = mark_of(self.tensor)
 
     @property
     def fingerprint(self) -> float:
@@ -152,29 +144,28 @@ class RecordedParameter:
     @property
     def size(self) -> float:
         """About how large the fingerprint can be: the norm of what was remembered."""
-        return norm_of(self.seen.astype(np.float64))
+        return norm_of(self.seen)
 
-    def _next_part(self) -> tuple[Looked, Tensor]:
+    def _next_part(self) -> tuple[Projected, Tensor]:
         """What it was, and what is to be compared with that before the next step."""
-        known, turn = self.seen, self.next_turn
-        if self._mark != mark_of(self.tensor):
-            return known, self.tensor
+        turn = self._turn
+        self._turn = (turn + 1) % self.turns
+        if self.turns == 1 or self._mark != mark_of(self.tensor):
+            return self.seen, self.tensor
         low, high = turn * self.part, (turn + 1) * self.part
-        return known[low * self.columns : high * self.columns], self.tensor.detach().reshape(self.rows, -1)[low:high]
+        return self.seen[low * self.columns : high * self.columns], self.tensor[low:high]
 
     def changed(self) -> bool:
         """Whether it is no longer what it was."""
-        (known, now), parameter = self._next_part(), self.tensor
-        self.next_turn = (self.next_turn + 1) % self.turns
-        found = self.look(now)
+        known, now = self._next_part()
+        found = self.project(now)
         if (found == known).all():
             return False
-        found = found.astype(np.float64)  # squares of what is large do not fit into float32
         with np.errstate(all="ignore"):
             size = self.size**2
             if not math.isfinite(size):
                 # It has diverged; its sums overflow now so, now so. What is seen is its coming back
-                return math.isfinite(norm_of(self.look(parameter).astype(np.float64)))
+                return math.isfinite(norm_of(self.project(self.tensor)))
             if not math.isfinite(norm_of(found)):
                 return size < FAR * FAR
             # The same product over fewer rows may round otherwise. The entries of R are about 1, so what was seen tells the size of
@@ -201,9 +192,9 @@ class RecordedParameter:
         """
         gradient = self.tensor.grad
         if gradient is not None and not any(share.task == task for share in self.shares):
-            self._new_share(self.look(gradient).astype(np.float64), task)
+            self._new_share(self.project(gradient), task)
 
-    def _new_share(self, before: audit.Seen | None, task: int) -> PassShare:
+    def _new_share(self, before: Projected | None, task: int) -> PassShare:
         share = PassShare(before, self._nothing, 0.0, task=task)
         self.shares.append(share)
         return share

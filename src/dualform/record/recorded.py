@@ -18,6 +18,7 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer, Use
+from dualform.native.kernels import is_plain
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass
 from dualform.record.parameters import RecordedParameter, norm_of_rows
@@ -147,7 +148,7 @@ class RecordedLayer:
         like_linear = list(layer.uses) == ordinary and layer.form == "vectors" and not layer.outputs
         self.plan: LoopPlan | None = None
         """How its slots are taken by the compiled loop, if they can be."""
-        if like_linear and weight.in_columns:
+        if like_linear and is_plain(weight.random.T) and weight.random.numel():
             bias = self.uses[1][1] if len(self.uses) > 1 else None
             self.plan = LoopPlan(weight, bias, self._key_name, self._error_name, store_as.keeps_errors)
 

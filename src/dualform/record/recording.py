@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -79,7 +80,7 @@ class Recording:
         settings: Settings,
     ):
         """outer: what the training loop calls: the model, or what torch.compile(model) gave. waiting: modules that are recorded once their parameters are in an optimizer."""
-        self.path = writer.folder
+        self.path = Path(writer.location)
         self._process = os.getpid()
         self._model, self._optimizers, self._settings = model, optimizers, settings
         self._writer, self._passes, self._steps = writer, passes, steps

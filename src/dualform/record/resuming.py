@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dualform.errors import RecordingError
-from dualform.record import audit
+from dualform.projection import SLACK
 from dualform.record.edits import COUNTED_AS, WatchedParameter
 from dualform.record.parameters import RecordedParameter, roundoff
 from dualform.record.passes import PendingPasses
 from dualform.record.steps import StepBuilder
+from dualform.store.files import Files
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
 
@@ -28,17 +28,17 @@ LOAD_STATE = (
 )
 
 
-def manifest(folder: Path, step: int | None) -> Manifest:
+def manifest(files: Files, step: int | None) -> Manifest:
     """The manifest of a recording, cut at `step` (default: its end). Nothing on disk is changed yet."""
-    store = Store(folder)
+    store = Store(files)
     step = store.end_step if step is None else step
     if store.manifest.keep == "totals" and step != store.end_step:
         raise RecordingError(
-            f"resume={step}: {folder} keeps totals only, as they were after step {store.end_step}: go on from there."
+            f"resume={step}: {files.location} keeps totals only, as they were after step {store.end_step}: go on from there."
         )
     if not 0 <= step <= store.end_step:
         raise RecordingError(
-            f"resume={step}: the recording in {folder} is sealed up to step {store.end_step}. Go on from an earlier "
+            f"resume={step}: the recording in {files.location} is sealed up to step {store.end_step}. Go on from an earlier "
             f"checkpoint, or record into a new folder."
         )
     chunks: list[Chunk] = []
@@ -70,15 +70,15 @@ def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
     return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
 
 
-def go_on(folder: Path, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
+def go_on(files: Files, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
     """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
     for what in ("keep", "dtype", "layers", "parameters", "base"):
         if getattr(before, what) != getattr(now, what):
             raise RecordingError(
-                f"resume: the recording in {folder} has other {what} than this model and these settings: "
+                f"resume: the recording in {files.location} has other {what} than this model and these settings: "
                 f"{_short(getattr(before, what))} instead of {_short(getattr(now, what))}."
             )
-    store = Store(folder)
+    store = Store(files)
     _Checkpoint(store, before).compare(steps)
     steps.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
     if before.keep == "totals" and before.totals is not None:
@@ -92,7 +92,7 @@ class _Checkpoint:
     """What a recording knows of weights and optimizer state at the step that is gone on from."""
 
     def __init__(self, store: Store, before: Manifest):
-        self._folder, self._keep, self._step = store.folder, before.keep, before.end_step
+        self._location, self._keep, self._step = store.location, before.keep, before.end_step
         self._updates = store.updates.filter(pl.col("step") < self._step)
         self._snapshot_step = max(snapshot.step for snapshot in before.snapshots)
         self._snapshot = store.snapshot(self._snapshot_step)
@@ -128,7 +128,7 @@ class _Checkpoint:
             )
         if self._without_buffer:
             warnings.warn(
-                f"resume: the optimizer has no momentum, and the recording in {self._folder} had some after step {self._step}. It "
+                f"resume: the optimizer has no momentum, and the recording in {self._location} had some after step {self._step}. It "
                 f"begins afresh, as the optimizer of a second phase does. If it is to go on: {LOAD_STATE}",
                 stacklevel=4,
             )
@@ -138,7 +138,7 @@ class _Checkpoint:
         known = mine.filter(pl.col("after").is_not_null())
         if not known.height:
             return
-        bound = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
+        bound = SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
         if not abs(parameter.fingerprint - float(known["after"][-1])) <= bound:
             self._refuse_weights(parameter)
 
@@ -148,7 +148,7 @@ class _Checkpoint:
 
     def _refuse_weights(self, parameter: RecordedParameter) -> None:
         raise RecordingError(
-            f"resume: {parameter.name!r} is not what the recording in {self._folder} says it was after step {self._step}. Load the "
+            f"resume: {parameter.name!r} is not what the recording in {self._location} says it was after step {self._step}. Load the "
             f"checkpoint of that step into the model (and its optimizer) first, or say which step it is: resume=n."
         )
 
@@ -156,7 +156,7 @@ class _Checkpoint:
         before = mine["optimizer"][-1] if mine.height else watched.kind
         if before != watched.kind:
             raise RecordingError(
-                f"resume: {watched.parameter.name!r} was trained by an optimizer of the kind {before!r} in {self._folder} and is now given "
+                f"resume: {watched.parameter.name!r} was trained by an optimizer of the kind {before!r} in {self._location} and is now given "
                 f"to one of the kind {watched.kind!r}. A dual form holds for one kind: record this phase into another folder."
             )
 
@@ -178,7 +178,7 @@ class _Checkpoint:
             if not math.isclose(now, known, rel_tol=1e-6):
                 raise RecordingError(
                     f"resume: the optimizer's {name} of {watched.parameter.name!r} is {now:g}, and {known:g} after step {self._step} in "
-                    f"{self._folder}. {LOAD_STATE}"
+                    f"{self._location}. {LOAD_STATE}"
                 )
 
     def _compare_momentum(self, watched: WatchedParameter, since_snapshot: pl.DataFrame) -> None:
@@ -195,7 +195,7 @@ class _Checkpoint:
         if known is None:
             return
         fingerprint, bound = known
-        now = watched.parameter.projection.fingerprint(watched.parameter.look(momentum))
+        now = watched.parameter.projection.fingerprint(watched.parameter.project(momentum))
         if not abs(now - fingerprint) <= bound:
             self._refuse_state(watched, "momentum_buffer")
 
@@ -210,10 +210,12 @@ class _Checkpoint:
         if self._is_inexact or since_snapshot["after"].null_count() or not (since_snapshot["lr"] > 0).all():
             return None
         projection = parameter.projection
-        weight = projection.fingerprint(projection.look(self._snapshot[f"model.{parameter.name}"]))
+        weight = projection.fingerprint(projection.project(self._snapshot[f"model.{parameter.name}"]))
         stored = f"state.{parameter.name}.momentum_buffer"
-        momentum = projection.fingerprint(projection.look(self._snapshot[stored])) if stored in self._snapshot else 0.0
-        rounding = audit.SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
+        momentum = (
+            projection.fingerprint(projection.project(self._snapshot[stored])) if stored in self._snapshot else 0.0
+        )
+        rounding = SLACK * roundoff(parameter.tensor) * np.sqrt(parameter.tensor.numel()) * parameter.size
         error = 0.0
         for update in since_snapshot.iter_rows(named=True):
             moved = (weight - update["after"]) / update["lr"]
@@ -242,7 +244,7 @@ class _Checkpoint:
             self._refuse_missing(watched, missing)
         if added:
             raise RecordingError(
-                f"resume: the optimizer has {', '.join(added)} for {watched.parameter.name!r}, which the recording in {self._folder} did "
+                f"resume: the optimizer has {', '.join(added)} for {watched.parameter.name!r}, which the recording in {self._location} did "
                 f"not have after step {self._step}. {LOAD_STATE}"
             )
         for name, value in watched.tensors.items():
@@ -254,13 +256,13 @@ class _Checkpoint:
     def _refuse_state(self, watched: WatchedParameter, name: str) -> None:
         raise RecordingError(
             f"resume: the optimizer's {name} of {watched.parameter.name!r} is not what it was after step {self._step} in "
-            f"{self._folder}. {LOAD_STATE}"
+            f"{self._location}. {LOAD_STATE}"
         )
 
     def _refuse_missing(self, watched: WatchedParameter, missing: list[str]) -> None:
         raise RecordingError(
             f"resume: the optimizer has no {', '.join(missing)} for {watched.parameter.name!r}, which it had after step {self._step} in "
-            f"{self._folder}: it is a new one, or its state was not loaded. {LOAD_STATE}"
+            f"{self._location}: it is a new one, or its state was not loaded. {LOAD_STATE}"
         )
 
 
@@ -280,21 +282,21 @@ def _has_slots(store: Store, before: Manifest, layer: int) -> bool:
     return any(chunk.slots[layer] for chunk in before.chunks)
 
 
-def totals(folder: Path, now: Manifest, wanted: Sequence[Grouping]) -> Store | None:
+def totals(files: Files, now: Manifest, wanted: Sequence[Grouping]) -> Store | None:
     """The totals to go on with, if any are wanted and there are."""
     there = now.totals
     if not wanted:
         if now.keep == "totals":
-            raise RecordingError(f"resume: {folder} keeps totals; say the same totals= again.")
+            raise RecordingError(f"resume: {files.location} keeps totals; say the same totals= again.")
         return None
     if there is None and now.end_step == 0:
         return None
     if there is None or there.groupings != tuple(wanted):
         raise RecordingError(
-            f"resume: the totals in {folder} are of another step or of other columns, so they cannot be carried on. Resume "
+            f"resume: the totals in {files.location} are of another step or of other columns, so they cannot be carried on. Resume "
             f"without totals= and build them afterwards: dualform totals RUN --by COLUMN."
         )
-    return Store(folder)
+    return Store(files)
 
 
 def _short(value: object) -> str:

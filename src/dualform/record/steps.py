@@ -8,7 +8,7 @@ optimizer has returned.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import UnexplainedError
+from dualform.projection import Projected
 from dualform.record import audit
 from dualform.record.columns import Batch
-from dualform.record.edits import EditWatch, Gradients
+from dualform.record.edits import EditWatch, Gradients, OptimizerWatch
 from dualform.record.parameters import PassShare, RecordedParameter
 from dualform.record.passes import IGNORED_HOOKS, PendingPasses
-from dualform.record.projections import Projections
 from dualform.record.recorded import RecordedLayer, RecordedModule
 from dualform.recursions import KINDS
 from dualform.store import records
@@ -34,6 +34,8 @@ UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 class _Audited:
     parameter: RecordedParameter
     gradient: Tensor
+    seen: Projected
+    """The gradient, seen through R."""
     shares: list[PassShare]
     verdict: audit.Verdict
     settings: dict[str, float]
@@ -119,9 +121,9 @@ class StepBuilder:
         """The ids of all recorded parameters."""
         return self._passes.parameters.keys()
 
-    def _settle_edits(self, update: Update, is_unchanged: Mapping[int, bool]) -> None:
+    def _settle_edits(self, update: Update) -> None:
         """Raise what changed between steps, or mark it and go on from what there is now."""
-        for name, (parameter, how) in self.watch.edits(is_unchanged).items():
+        for name, (parameter, how) in self.watch.edits().items():
             update.edited = True
             self._complain(update.step.record, parameter, f"{name!r} {how}. Its dual form no longer holds. End the recording before "
                            f"such a change and begin a new one after it")  # fmt: skip
@@ -144,12 +146,9 @@ class StepBuilder:
         others = [(one, one._version) for one in watch.others]
         update = Update(number, step, within, self._passes.last_task, others)
         step.updated_by |= {number}
-        projections = watch.projections
-        gradients = [parameter.grad for parameter in projections.parameters]
-        same = projections.before_update(gradients, [_only_pass(parameter) for parameter in projections.recorded])
-        self._settle_edits(update, {number: same})
+        self._settle_edits(update)
         update.gradients = watch.gradients()
-        audited = list(self._audit(step.record, projections, gradients, watch.settings()))
+        audited = self._audit(step.record, watch)
         # A loss scaler may leave the division to a fused optimizer
         scale = getattr(self.optimizers[number], "grad_scale", None)
         self._write(update, audited, 1 / float(scale or 1.0))
@@ -216,34 +215,28 @@ class StepBuilder:
     def _keeps_gradient(self, parameter: RecordedParameter) -> bool:
         return not parameter.is_matrix and self._keep != "keys"
 
-    def _audit(
-        self,
-        step: records.Step,
-        projections: Projections,
-        gradients: list[Tensor | None],
-        settings: list[dict[str, float]],
-    ) -> Iterator[_Audited]:
-        """Do the slots explain the gradients that were looked at?"""
+    def _audit(self, step: records.Step, watch: OptimizerWatch) -> list[_Audited]:
+        """Do the slots explain the gradients of an optimizer's parameters?"""
         audited = []
-        for place, (parameter, gradient) in enumerate(zip(projections.recorded, gradients, strict=True)):
+        for parameter, own in zip(watch.recorded, watch.settings(), strict=True):
+            gradient = parameter.tensor.grad
             if gradient is None:
                 continue
+            seen = parameter.project(gradient)
             shares = [share for share in parameter.shares if share.counted]
-            own = settings[place]
             units = [parameter.bound_coarse_error(share) for share in shares if share.coarse_dtype is not None]
             if units:
                 own = {**own, "autocast": max(units)}
-            verdict = projections.verdict(place)
-            if not all(share.audited for share in shares):
+            if all(share.audited for share in shares):
+                verdict = audit.explain(shares, seen, parameter.roundoff)
+            else:
                 verdict = audit.unaudited(shares)
-            elif verdict is None or not verdict.determined:  # the compiled loop knows nothing of other gradients
-                verdict = audit.explain(shares, projections.seen(place), parameter.roundoff)
-            audited.append((place, _Audited(parameter, gradient, shares, verdict, own)))
-        _share_factors(projections, audited)
-        for _, one in audited:
+            audited.append(_Audited(parameter, gradient, seen, shares, verdict, own))
+        _share_factors(audited)
+        for one in audited:
             if not one.verdict.explained:
                 self._unexplained(step, one.parameter, one.verdict, one.shares)
-            yield one
+        return audited
 
     def _store_slots(self, tasks: Mapping[int, Iterable[int]], update: Update) -> None:
         """Store the slots of those backward passes that take part in an update of some parameters; the others are forgotten."""
@@ -314,34 +307,22 @@ class StepBuilder:
             step.marks.setdefault(layer, Mark(step.number, what))
 
 
-def _only_pass(parameter: RecordedParameter) -> PassShare | None:
-    """The only backward pass that has added to a gradient, in the parameter's own type; None: there are others, or none."""
-    shares = parameter.shares
-    if len(shares) != 1:
-        return None
-    share = shares[0]
-    return share if share.counted and share.audited and share.coarse_dtype is None else None
-
-
-def _share_factors(projections: Projections, audited: list[tuple[int, _Audited]]) -> None:
-    """Let gradients that do not tell well by what they were scaled take the factor of those that do.
-
-    projections: of the gradients, each given with its place there.
-    """
-    verdicts = [one.verdict for _, one in audited]
+def _share_factors(audited: list[_Audited]) -> None:
+    """Let gradients that do not tell well by what they were scaled take the factor of those that do."""
+    verdicts = [one.verdict for one in audited]
     audit.share_factors(verdicts)
     likely = audit.likely_factors(verdicts)
-    for place, one in audited:
+    for one in audited:
         if one.verdict.determined or not one.shares or not bool(one.gradient.detach().any()):
             continue
         # It is nothing but rounding, as that of a bias before a normalisation is
         for factor in likely:
-            one.verdict = audit.explain(one.shares, projections.seen(place), one.parameter.roundoff, last_factor=factor)
+            one.verdict = audit.explain(one.shares, one.seen, one.parameter.roundoff, last_factor=factor)
             if one.verdict.explained:
                 break
         is_kept = not one.parameter.is_matrix
         if not one.verdict.explained and is_kept and not any(other.determined for other in verdicts):
-            one.verdict = audit.explain_rounding(one.shares, projections.seen(place), one.parameter.roundoff)
+            one.verdict = audit.explain_rounding(one.shares, one.seen, one.parameter.roundoff)
 
 
 def _copied(gradient: Tensor, times: float) -> records.Array:

@@ -3,7 +3,9 @@
 - What there is: `format` (names and manifest), `labels` (which run a file belongs to), `consistency` (whether everything fits).
 - Files: `files` (the interface, and a folder on this machine), `lock` (one writer at a time), `tensors` (safetensors), `tables` (Parquet),
   `parquet` (what a Parquet file says about itself).
-- Writing: `records` (what the recorder hands over), `encoding` (how vectors are stored), `memory` (pools), `chunks` (from steps to tensors),
-  `writer` (the thread that seals chunks, snapshots and totals).
-- Reading: `catalog` (snapshots, totals and tables, without PyTorch), `reader` (the store), `samples` (texts of samples), `slots` (a layer's slots in a chunk).
+- Both ways: `encoding` (vectors to stored bytes and back), `memory` (buffers that are used again).
+- Writing: `records` (what the recorder hands over), `chunks` (from steps to tensors), `writer` (the thread that seals chunks, snapshots and
+  totals).
+- Reading: `catalog` (opens a store: manifest, snapshots, totals, tables; needs no PyTorch), `reader` (`Store`, which adds the slots),
+  `samples` (texts of samples), `slots` (a layer's slots in a chunk).
 """

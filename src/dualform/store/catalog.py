@@ -1,14 +1,12 @@
-"""What a store holds beside its chunks, found by the manifest alone: snapshots, totals, tables. Works without PyTorch."""
+"""Opens a store: reads and checks its manifest, then snapshots, totals and tables as they are asked for. Needs no PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-import os
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar, cast
 
@@ -25,7 +23,7 @@ from dualform.errors import (
 )
 from dualform.layers.streams import Layer
 from dualform.store.consistency import check_manifest, table_limit
-from dualform.store.files import Files, LocalFiles
+from dualform.store.files import Files, address
 from dualform.store.format import (
     SUMS,
     Column,
@@ -60,10 +58,10 @@ LabelCheck = Callable[[Label], object]
 class Catalog:
     """A recording on disk: its manifest, and files of the sizes that the manifest says."""
 
-    def __init__(self, folder: str | Path, manifest: Manifest | None = None):
+    def __init__(self, files: Files, manifest: Manifest | None = None):
         """manifest: another one than that on disk (a resumed run)."""
-        self.folder = Path(folder)
-        self.files: Files = LocalFiles(folder)
+        self.files = files
+        self.location = files.location
         self._cache: dict[Hashable, Any] = {}
         self._cache_by_step: LRUCache[int, dict[Hashable, Any]] = LRUCache(CACHED_STEPS)
         self._cache_lock = Lock()
@@ -87,14 +85,8 @@ class Catalog:
         try:
             check_manifest(self.manifest)
         except ValueError as error:
-            raise StoreDamagedError(f"the manifest of {self.folder} is damaged: {error}.") from None
-        checked = ""
+            raise StoreDamagedError(f"the manifest of {self.location} is damaged: {error}.") from None
         for name, file in self.manifest.files():
-            folder = os.path.dirname(name)
-            if folder and folder != checked:  # the files of a folder come one after the other
-                with self._explaining(folder):
-                    self.files.check_folder(folder)
-                checked = folder
             with self._explaining(name):
                 self._check_size(name, file)
 
@@ -216,7 +208,9 @@ class Catalog:
         table = self._read_table(name, totals.files[groups_name(grouping)], self._check_totals)
         types = row_types([Column(column.name, column.type, "row") for column in self.manifest.columns])
         if dict(table.schema) != {column: types[column] for column in totals.groupings[grouping].columns}:
-            raise StoreDamagedError(f"{self.files.path(name)} is damaged: its columns are not those of the manifest.")
+            raise StoreDamagedError(
+                f"{address(self.files, name)} is damaged: its columns are not those of the manifest."
+            )
         return table
 
     def grouping(self, columns: Collection[str], step: int, *, deltas: bool, subset: bool = False) -> int | None:
@@ -236,7 +230,7 @@ class Catalog:
     def _totals(self) -> Totals:
         if self.manifest.totals is None:
             raise NotRecordedError(
-                f"{self.folder} has no totals. Record with totals=[…], or build them: dualform totals RUN --by COLUMN."
+                f"{self.location} has no totals. Record with totals=[…], or build them: dualform totals RUN --by COLUMN."
             )
         return self.manifest.totals
 
@@ -249,7 +243,7 @@ class Catalog:
 
     def _read_table(self, name: str, file: File, check: LabelCheck) -> pl.DataFrame:
         """Read a table, by its name in the store. check: what to ask of its label."""
-        path = self.files.path(name)
+        path = address(self.files, name)
         with self._explaining(name):
             data = self.files.read(name)
             if checksum(data) != file.checksum:
@@ -262,7 +256,7 @@ class Catalog:
 
     def _check_table(self, name: str, data: bytes, file: File, check: LabelCheck) -> None:
         """Compare what a table says about itself with the manifest, before any of it is decoded."""
-        path = self.folder / name
+        path = address(self.files, name)
         try:
             described = describe(data)
         except ValueError as error:
@@ -286,14 +280,14 @@ class Catalog:
             check(self._labels.read(text, name))
         except ValueError as error:
             raise StoreDamagedError(
-                f"{self.files.path(name)} is not the file that the manifest names: {error}."
+                f"{address(self.files, name)} is not the file that the manifest names: {error}."
             ) from None
 
     def _check_size(self, name: str, file: File) -> None:
         size = self.files.size(name)
         if size != file.size:
             raise StoreDamagedError(
-                f"{self.files.path(name)} is damaged: it has {size:,} bytes, the manifest says {file.size:,}."
+                f"{address(self.files, name)} is damaged: it has {size:,} bytes, the manifest says {file.size:,}."
             )
 
     @contextlib.contextmanager
@@ -310,17 +304,17 @@ class Catalog:
             now = read_manifest(self.files)
         except StoreMissingError:
             return StoreChangedError(
-                f"{self.folder} has no manifest any more: the recording is being overwritten, or was removed, since it was opened."
+                f"{self.location} has no manifest any more: the recording is being overwritten, or was removed, since it was opened."
             )
         except StoreError:
             return error
         if now.run != self.manifest.run:
             return StoreChangedError(
-                f"another recording has replaced that in {self.folder} since it was opened. {again}"
+                f"another recording has replaced that in {self.location} since it was opened. {again}"
             )
         if _files_of(self.manifest, name) != _files_of(now, name):
             return StoreChangedError(
-                f"the recording in {self.folder} has changed since it was opened ({name} is another one now): it was resumed from an "
+                f"the recording in {self.location} has changed since it was opened ({name} is another one now): it was resumed from an "
                 f"earlier step, or its totals were built again. {again}"
             )
         return error

@@ -1,6 +1,7 @@
-"""The files of a store behind a small interface: nothing else in the store opens, lists, publishes or removes one.
+"""Where the files of a store are: the interface, and a folder on this machine.
 
-`LocalFiles` is a folder on this machine. A store elsewhere needs another class with the methods of `Files`.
+Nothing else in the store opens, lists, publishes or removes a file. A store elsewhere can be read through any class with the methods of
+`Files`, and written through one with those of `WritableFiles`.
 
 What is written is on the disk before it has its final name: files are written under another name and flushed, `publish` renames them and
 flushes the folder. Only regular files are read, links are not followed, and the system's errors become store errors with a cure.
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -24,6 +27,7 @@ import xxhash
 from dualform.errors import DualformError, StoreDamagedError, StoreError, StorePermissionError, WriterError
 
 Array = np.ndarray[Any, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 BLOCK = 4096
 """Direct writes begin and end at multiples of it, in memory and in the file."""
@@ -50,22 +54,16 @@ class Output(Protocol):
 
 
 class Files(Protocol):
-    """The files of one store, by their names in it: `manifest.json`, `chunk-000000/rows.parquet`.
+    """The files of one store, to be read by their names in it: `manifest.json`, `chunk-000000/rows.parquet`.
 
-    Reading raises store errors that say what is wrong and how to mend it; writing raises the system's errors.
+    Errors are store errors that say what is wrong and how to mend it; a missing file raises StoreDamagedError from FileNotFoundError.
     """
 
-    def path(self, name: str) -> Path:
-        """Return where a file is on this machine, to map it into memory and to name it in messages."""
-
-    def list(self) -> list[str]:
-        """Return the names of the files and folders in the store, in any order."""
+    location: str
+    """Where the store is, as messages call it: a folder, or an address."""
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file for reading, unbuffered."""
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
@@ -73,8 +71,16 @@ class Files(Protocol):
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` to `end`, or fewer if the file ends before."""
 
-    def check_folder(self, name: str) -> None:
-        """Raise an error unless this is a folder."""
+    def map(self, name: str) -> Bytes:
+        """Return the content of a file as an array: mapped into memory, or a copy. Whoever writes to it changes no file."""
+
+
+@runtime_checkable
+class WritableFiles(Files, Protocol):
+    """The files of a store that can be written as well. Writing raises the system's errors."""
+
+    def list(self) -> list[str]:
+        """Return the names of the files and folders in the store, in any order; none, if there is no store."""
 
     def create(self, name: str, header_size: int, data_size: int) -> AbstractContextManager[Output]:
         """Begin a file, which replaces one of the same name."""
@@ -91,25 +97,44 @@ class Files(Protocol):
     def flush(self) -> None:
         """Wait until the names in the store are on the disk."""
 
+    def open_lock(self, name: str) -> BinaryIO:
+        """Open the file that a writer locks, or create it."""
+
+
+def address(files: Files, name: str) -> str:
+    """Return what messages call a file."""
+    return f"{files.location}/{name}"
+
+
+def files_at(path: str | os.PathLike[str]) -> LocalFiles:
+    """Return the files of the store at this path. Every path that a user gives comes through here."""
+    return LocalFiles(path)
+
 
 class LocalFiles:
     """The files of a store in a folder on this machine."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
+        self.location = str(self.folder)
 
     def path(self, name: str) -> Path:
         """Return where a file is."""
         return self.folder / name
 
     def list(self) -> list[str]:
-        """Return the names of the files and folders in the store, in any order."""
-        return [path.name for path in self.folder.iterdir()]
+        """Return the names of the files and folders in the store, in any order; none, if there is no store."""
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
 
     def size(self, name: str) -> int:
         """Return the size of a file, without opening it."""
         path = self.path(name)
         with reading(path):
+            if "/" in name:
+                check_regular(path.parent, os.lstat(path.parent), folder=True)
             status = os.lstat(path)
         check_regular(path, status)
         return status.st_size
@@ -132,11 +157,22 @@ class LocalFiles:
             file.seek(begin)
             return file.read(max(0, last - begin))
 
-    def check_folder(self, name: str) -> None:
-        """Raise an error unless this is a folder."""
+    def map(self, name: str) -> Bytes:
+        """Map a file into memory: pages are read as they are used."""
+        # Python's maps hold a file descriptor each, too many for the chunks of a long run. PyTorch's do not; but totals are read
+        # before it is imported
+        torch = sys.modules.get("torch")
+        if torch is None:
+            with self.open(name) as file, reading(self.path(name)):
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
         path = self.path(name)
-        with reading(path):
-            check_regular(path, os.lstat(path), folder=True)
+        size = self.size(name)
+        try:
+            storage = torch.UntypedStorage.from_file(str(path), False, size)
+        except RuntimeError as error:  # PyTorch opens it by its name: it may be gone, or be another one
+            raise StoreError(f"{path} cannot be mapped into memory: {error}.{READ_AGAIN}") from None
+        mapped: Bytes = torch.asarray(storage, dtype=torch.uint8).numpy()
+        return mapped
 
     @contextlib.contextmanager
     def create(self, name: str, header_size: int, data_size: int) -> Iterator[BlockOutput]:
@@ -180,6 +216,15 @@ class LocalFiles:
     def flush(self) -> None:
         """Wait until the names in the folder are on the disk."""
         flush_folder(self.folder)
+
+    def open_lock(self, name: str) -> BinaryIO:
+        """Open the file that a writer locks, or create it and the folder. What it holds stays."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(name)
+        with contextlib.suppress(FileNotFoundError):
+            check_regular(path, os.lstat(path))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+        return _opened(path, descriptor, "r+b")
 
 
 def flush_folder(path: Path) -> None:
@@ -374,14 +419,6 @@ def create(path: Path) -> BinaryIO:
     return _opened(path, descriptor, "r+b")
 
 
-def open_lock(path: Path) -> BinaryIO:
-    """Open a lock file, or create it. What it holds stays."""
-    with contextlib.suppress(FileNotFoundError):
-        check_regular(path, os.lstat(path))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
-    return _opened(path, descriptor, "r+b")
-
-
 def _opened(path: Path, descriptor: int, mode: str) -> BinaryIO:
     try:
         check_regular(path, os.fstat(descriptor))  # it may have been replaced since lstat
@@ -392,7 +429,7 @@ def _opened(path: Path, descriptor: int, mode: str) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: str | Path) -> Iterator[None]:
     """Turn errors of the system into errors that say why a file or folder of a store cannot be read, and the cure."""
     try:
         yield
@@ -403,7 +440,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: str | Path) -> Iterator[None]:
     """Turn errors of the system into errors that say why a file or folder of a store cannot be written, and the cure."""
     try:
         yield
@@ -419,7 +456,7 @@ def cure_of(error: BaseException) -> str:
     return "" if known is None else f" {known}"
 
 
-def _read_error(path: Path, error: OSError) -> StoreError:
+def _read_error(path: str | Path, error: OSError) -> StoreError:
     where = _named(path, error)
     reason = error.strerror or str(error)
     if isinstance(error, FileNotFoundError):
@@ -433,7 +470,7 @@ def _read_error(path: Path, error: OSError) -> StoreError:
     return StoreError(f"{where} cannot be read: {reason}.{cure_of(error) or READ_AGAIN}")
 
 
-def _write_error(path: Path, error: OSError) -> StoreError:
+def _write_error(path: str | Path, error: OSError) -> StoreError:
     where = _named(path, error)
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
@@ -443,7 +480,7 @@ def _write_error(path: Path, error: OSError) -> StoreError:
     return WriterError(f"{where} cannot be written: {reason}.{cure_of(error) or WRITE_AGAIN}")
 
 
-def _named(path: Path, error: OSError) -> str:
+def _named(path: str | Path, error: OSError) -> str:
     """The path that the system complains about, if it says so; within `path`, it may be a bare name."""
     if not isinstance(error.filename, (str, os.PathLike)):
         return str(path)

@@ -11,7 +11,6 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ import xxhash
 
 from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, StoreVersionError
 from dualform.layers.streams import Count, Layer
-from dualform.store.files import Files, LocalFiles
+from dualform.store.files import Files, address
 
 VERSION = 4
 MANIFEST = "manifest.json"
@@ -266,14 +265,9 @@ def shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def load_manifest(folder: str | Path) -> Manifest:
-    """Read and check the manifest of a store in a folder."""
-    return read_manifest(LocalFiles(folder))
-
-
 def read_manifest(files: Files) -> Manifest:
     """Read and check the manifest of a store."""
-    path = files.path(MANIFEST)
+    path = address(files, MANIFEST)
     text = _manifest_text(files)
     try:
         data = msgspec.json.decode(text)
@@ -283,7 +277,7 @@ def read_manifest(files: Files) -> Manifest:
         ) from None
     if not isinstance(data, dict) or data.get("format") != "dualform":
         raise StoreDamagedError(f'{path} is no dualform manifest (its "format" is not "dualform").')
-    _check_version(path.parent, data.get("version"))
+    _check_version(files.location, data.get("version"))
     said = data.pop("checksum", None)
     if said != _digest(data):
         raise StoreDamagedError(f"{path} is damaged: its checksum does not fit its content.")
@@ -315,34 +309,37 @@ def _typed_manifest(data: dict[str, Any]) -> Manifest:
 
 
 def _manifest_text(files: Files) -> bytes:
-    path = files.path(MANIFEST)
-    folder = path.parent
+    location = files.location
     try:
         text = files.read_range(MANIFEST, 0, MOST_MANIFEST + 1)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            what = f"the folder has no {MANIFEST}" if folder.exists() else "there is no such folder"
             raise StoreMissingError(
-                f"{folder} holds no recording: {what}. Expected the folder that was given to dualform.record()."
+                f"{location} holds no recording: there is no such folder, or it has no {MANIFEST}. Expected the folder that was given to "
+                f"dualform.record()."
             ) from None
         if isinstance(error.__cause__, NotADirectoryError):
-            raise StoreMissingError(f"{folder} holds no recording: expected a folder with a file {MANIFEST}.") from None
+            raise StoreMissingError(
+                f"{location} holds no recording: expected a folder with a file {MANIFEST}."
+            ) from None
         raise
     if len(text) > MOST_MANIFEST:
-        raise StoreDamagedError(f"{path} is no dualform manifest: it has more than {MOST_MANIFEST:,} bytes.")
+        raise StoreDamagedError(
+            f"{address(files, MANIFEST)} is no dualform manifest: it has more than {MOST_MANIFEST:,} bytes."
+        )
     return text
 
 
-def _check_version(folder: Path, version: object) -> None:
+def _check_version(location: str, version: object) -> None:
     if not isinstance(version, int) or version == VERSION:
         return  # what is no number fails with the other fields
     if version > VERSION:
         raise StoreVersionError(
-            f"{folder} was written in format {version}; this version of dualform reads up to {VERSION}. "
+            f"{location} was written in format {version}; this version of dualform reads up to {VERSION}. "
             f"Upgrade: pip install -U dualform."
         )
     raise StoreVersionError(
-        f"{folder} was written in format {version} by an earlier version of dualform; this version reads only format "
+        f"{location} was written in format {version} by an earlier version of dualform; this version reads only format "
         f"{VERSION}. Record the training again."
     )
 

@@ -11,12 +11,11 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
-from dualform.errors import StoreDamagedError, StoreExistsError
-from dualform.store.files import LocalFiles, open_lock, reading, writing
-from dualform.store.format import LOCK, MANIFEST, load_manifest
+from dualform.errors import StoreDamagedError, StoreError, StoreExistsError
+from dualform.store.files import WritableFiles, reading, writing
+from dualform.store.format import LOCK, MANIFEST, read_manifest
 from dualform.store.samples import SAMPLES
 
 try:
@@ -28,13 +27,13 @@ except ImportError:  # Windows: the second writer is then found by the folder's 
 class FolderLock:
     """Holds a folder against other writers until it is released, or until the process ends."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, files: WritableFiles):
         self._file: BinaryIO | None = None
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if fcntl is None:
-                return
-            file = open_lock(folder / LOCK)
+        with writing(files.location):
+            file = files.open_lock(LOCK)
+        if fcntl is None:
+            file.close()
+            return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = file
@@ -42,7 +41,7 @@ class FolderLock:
         except OSError:
             file.close()
             raise StoreExistsError(
-                f"{folder} is being written by another recorder (it holds {LOCK}). Record into another folder, or wait."
+                f"{files.location} is being written by another recorder (it holds {LOCK}). Record into another folder, or wait."
             ) from None
         except BaseException:
             file.close()
@@ -87,52 +86,53 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(files: WritableFiles) -> Iterator[None]:
     """Hold a store against other writers; it must exist."""
-    load_manifest(folder)
-    lock = FolderLock(folder)
+    read_manifest(files)
+    lock = FolderLock(files)
     try:
         yield
     finally:
         lock.release()
 
 
-def prepare(folder: Path, *, overwrite: bool) -> None:
+def prepare(files: WritableFiles, *, overwrite: bool) -> None:
     """Make room for a new store, or say why not. Only a recording is ever overwritten."""
-    files = LocalFiles(folder)
-    with reading(folder):
-        if not folder.exists():
-            return
-        if not folder.is_dir():
-            raise StoreExistsError(f"{folder} is a file; a recording is a folder. Choose another path.")
-        names = files.list()
+    location = files.location
+    try:
+        with reading(location):
+            names = files.list()
+    except StoreError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise StoreExistsError(f"{location} is a file; a recording is a folder. Choose another path.") from None
+        raise
     if not names:
         return
     has_manifest = MANIFEST in names
     # Without a manifest there are at most the leftovers of a recording that was killed before its first one
     is_ours = _is_recording(files) if has_manifest else all(_is_part_of_a_store(name) for name in names)
     if not is_ours:
-        raise StoreExistsError(f"{folder} is not empty and holds no recording. Choose another path.")
+        raise StoreExistsError(f"{location} is not empty and holds no recording. Choose another path.")
     if has_manifest and not overwrite:
         raise StoreExistsError(
-            f"{folder} holds a recording already. Choose another path, or say overwrite=True to replace it."
+            f"{location} holds a recording already. Choose another path, or say overwrite=True to replace it."
         )
-    lock = FolderLock(folder)
+    lock = FolderLock(files)
     try:
-        with writing(folder):
+        with writing(location):
             _remove_recording(files)
     finally:
         lock.release()
 
 
-def _is_recording(files: LocalFiles) -> bool:
+def _is_recording(files: WritableFiles) -> bool:
     try:
         return b'"format": "dualform"' in files.read(MANIFEST)
     except StoreDamagedError:  # no regular file
         return False
 
 
-def _remove_recording(files: LocalFiles) -> None:
+def _remove_recording(files: WritableFiles) -> None:
     """Remove a recording, its manifest first: loss of power never leaves a manifest whose chunks are gone."""
     files.remove(MANIFEST)
     files.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -20,6 +19,7 @@ from dualform.store import tables
 from dualform.store.catalog import Catalog
 from dualform.store.consistency import check_table, check_tensors
 from dualform.store.encoding import STRETCH, Encoded, decode
+from dualform.store.files import Files, address
 from dualform.store.format import (
     NO_ROW,
     ROWS,
@@ -45,9 +45,9 @@ WHOLE = 1 << 20
 class Store(Catalog):
     """A recording on disk, as far as it is sealed. Threads may share it: what they find out twice is the same."""
 
-    def __init__(self, folder: str | Path, manifest: Manifest | None = None):
+    def __init__(self, files: Files, manifest: Manifest | None = None):
         """manifest: another one than that on disk (a resumed run)."""
-        super().__init__(folder, manifest)
+        super().__init__(files, manifest)
         self._decoded_bytes = 0
         self._written: dict[int, Label] = {}
         """By chunk: what its files were written with."""
@@ -247,7 +247,7 @@ class Store(Catalog):
         counts = self._counts(number, what)
         ends = np.cumsum(counts)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= ends[-1]):
-            raise StoreDamagedError(f"{self.folder} is damaged: a slot names a key that is not there.")
+            raise StoreDamagedError(f"{self.location} is damaged: a slot names a key that is not there.")
         home = np.searchsorted(ends, wanted, side="right")
         layer = self.manifest.layers[number]
         width = layer.d_in if what == "key" else len(layer.outputs) or layer.d_out
@@ -324,7 +324,7 @@ class Store(Catalog):
         rows = self._table(place, ROWS).height
         if rows != chunk.rows or counted != list(zip(chunk.slots, chunk.keys, strict=True)):
             raise StoreDamagedError(
-                f"the manifest of {self.folder} is damaged: chunk {place} has other counts up to step {chunk.end_step}."
+                f"the manifest of {self.location} is damaged: chunk {place} has other counts up to step {chunk.end_step}."
             )
 
     def _cut_counts(self, place: int, number: int) -> tuple[int, int]:
@@ -406,7 +406,7 @@ class Store(Catalog):
         try:
             check_table(name, table, self.manifest, self._written[place], KINDS)
         except ValueError as error:
-            raise StoreDamagedError(f"{self.folder / path} is damaged: {error}.") from None
+            raise StoreDamagedError(f"{address(self.files, path)} is damaged: {error}.") from None
         self._check_cut(place)
         return table.filter(pl.col("step") < chunk.end_step)
 

@@ -7,12 +7,12 @@ import io
 import polars as pl
 
 from dualform.errors import StoreDamagedError
-from dualform.store.files import Files
+from dualform.store.files import Files, WritableFiles, address
 
 SAMPLES = "samples.parquet"
 
 
-def write_samples(files: Files, samples: pl.DataFrame) -> None:
+def write_samples(files: WritableFiles, samples: pl.DataFrame) -> None:
     """Write the table of samples of a run, one line for each, in place of one that is there."""
     buffer = io.BytesIO()
     samples.write_parquet(buffer, compression="zstd")
@@ -22,9 +22,13 @@ def write_samples(files: Files, samples: pl.DataFrame) -> None:
 
 def read_samples(files: Files) -> pl.DataFrame | None:
     """Read the table of samples; None if the run has none."""
-    if SAMPLES not in files.list():
-        return None
     try:
-        return pl.read_parquet(io.BytesIO(files.read(SAMPLES)))
+        data = files.read(SAMPLES)
+    except StoreDamagedError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    try:
+        return pl.read_parquet(io.BytesIO(data))
     except pl.exceptions.PolarsError as error:
-        raise StoreDamagedError(f"{files.path(SAMPLES)} is damaged: {error}.") from None
+        raise StoreDamagedError(f"{address(files, SAMPLES)} is damaged: {error}.") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from dualform.store.files import Files
+from dualform.store.files import WritableFiles
 from dualform.store.format import Column, File, checksum
 from dualform.store.labels import LABEL
 
@@ -48,7 +48,7 @@ def row_types(columns: Sequence[Column]) -> dict[str, pl.DataType]:
     return types
 
 
-def write_table(files: Files, name: str, table: pl.DataFrame, label: str) -> File:
+def write_table(files: WritableFiles, name: str, table: pl.DataFrame, label: str) -> File:
     """Write and flush a table. label: see store/labels.py."""
     buffer = io.BytesIO()
     table.write_parquet(buffer, compression="zstd", statistics=False, metadata={LABEL: label})

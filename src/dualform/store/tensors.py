@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import xxhash
 
-from dualform.errors import StoreDamagedError, StoreError
+from dualform.errors import StoreDamagedError
 from dualform.layers.streams import MOST
-from dualform.store.files import BLOCK, DIRECT_FROM, READ_AGAIN, Array, Files
+from dualform.store.files import BLOCK, DIRECT_FROM, Array, Bytes, Files, WritableFiles, address
 from dualform.store.format import File, checksum, shortened
 from dualform.store.labels import DIRECTORY, LABEL
 
@@ -37,11 +36,12 @@ AXES = 32
 """Axes of an array, at most."""
 
 A = TypeVar("A", bound=Sized)
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Header = dict[str, dict[str, Any]]
 
 
-def write_tensors(files: Files, name: str, tensors: Mapping[str, Sequence[Array]], label: str | None = None) -> File:
+def write_tensors(
+    files: WritableFiles, name: str, tensors: Mapping[str, Sequence[Array]], label: str | None = None
+) -> File:
     """Write and flush a file; the pieces of a tensor are joined along their first axis. label: see store/labels.py.
 
     Tensors of whole blocks come first, so that each begins at one, the others by the size of their elements, so that each is aligned.
@@ -93,16 +93,17 @@ class CheckedFile(ABC, Generic[A]):
 
     def __init__(self, files: Files, name: str, file: File):
         """file: what the manifest says of it."""
-        self.path = files.path(name)
+        self.path = address(files, name)
+        """What messages call it."""
         header = _read_header(files, name, file)
         self._data_begin = len(header)
         self._arrays, self._checksums = _parse_header(files, name, header, file)
         self.label = self._checksums.pop(LABEL, None)
         """Which run the file belongs to, and where in it (store/labels.py); None: it does not say."""
         self._checked: dict[str, A] = {}
-        mapped = self._map_file(files, name, file.size)
+        self._content = files.map(name)
         # The header has the checksums of all tensors: if it is the same, it does not matter that the file was opened again
-        if mapped[: len(header)].tobytes() != header:
+        if len(self._content) != file.size or self._content[: len(header)].tobytes() != header:
             raise StoreDamagedError(f"{self.path} was replaced while it was being opened.")
 
     def __contains__(self, name: str) -> bool:
@@ -119,18 +120,10 @@ class CheckedFile(ABC, Generic[A]):
         """Return the type of an array, as the header has it."""
         return str(self._arrays[name]["dtype"])
 
-    def _range(self, name: str) -> tuple[int, int]:
-        """Return where an array begins in the file, and where it ends."""
-        begin, end = self._arrays[name]["data_offsets"]
-        return self._data_begin + begin, self._data_begin + end
-
+    @staticmethod
     @abstractmethod
-    def _map_file(self, files: Files, name: str, size: int) -> Bytes:
-        """Map the file into memory."""
-
-    @abstractmethod
-    def _mapped(self, name: str) -> A:
-        """Return an array that is not yet checked: pages are read as they are used."""
+    def _array(content: Bytes, dtype: str, shape: tuple[int, ...]) -> A:
+        """Return an array of this type and shape from its bytes, not copied."""
 
     @staticmethod
     @abstractmethod
@@ -170,7 +163,9 @@ class CheckedFile(ABC, Generic[A]):
     def _unchecked(self, name: str) -> A:
         if name not in self:
             raise StoreDamagedError(f"{self.path} is damaged: it has no tensor {name!r}.")
-        return self._mapped(name)
+        begin, end = self._arrays[name]["data_offsets"]
+        content = self._content[self._data_begin + begin : self._data_begin + end]
+        return self._array(content, TYPES[self.dtype(name)].name, self.shape(name))
 
     def _compare(self, name: str, computed: str) -> None:
         if computed != self._checksums.get(name):
@@ -178,20 +173,11 @@ class CheckedFile(ABC, Generic[A]):
 
 
 class ArrayFile(CheckedFile[Array]):
-    """NumPy arrays, for questions that need no PyTorch.
+    """NumPy arrays, for questions that need no PyTorch."""
 
-    Python's maps hold a file descriptor each: for the few files of totals and snapshots, not for chunks.
-    """
-
-    def _map_file(self, files: Files, name: str, size: int) -> Bytes:
-        with files.open(name) as handle:
-            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._map, np.uint8)
-
-    def _mapped(self, name: str) -> Array:
-        shape = self.shape(name)
-        begin, _ = self._range(name)
-        return np.frombuffer(self._map, TYPES[self.dtype(name)], math.prod(shape), begin).reshape(shape)
+    @staticmethod
+    def _array(content: Bytes, dtype: str, shape: tuple[int, ...]) -> Array:
+        return content.view(dtype).reshape(shape)
 
     @staticmethod
     def _bytes(array: Array) -> Bytes:
@@ -201,23 +187,11 @@ class ArrayFile(CheckedFile[Array]):
 class TensorFile(CheckedFile["Tensor"]):
     """PyTorch tensors. PyTorch is imported only here: questions to totals are answered before it would be."""
 
-    def _map_file(self, files: Files, name: str, size: int) -> Bytes:
+    @staticmethod
+    def _array(content: Bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
         import torch
 
-        try:
-            self._map = torch.UntypedStorage.from_file(str(self.path), False, size)
-        except RuntimeError as error:  # PyTorch opens it by its name: it may be gone, or be another one
-            raise StoreError(f"{self.path} cannot be mapped into memory: {error}.{READ_AGAIN}") from None
-        mapped: Bytes = torch.asarray(self._map, dtype=torch.uint8).numpy()
-        return mapped
-
-    def _mapped(self, name: str) -> Tensor:
-        import torch
-
-        begin, end = self._range(name)
-        data = torch.asarray(self._map[begin:end], dtype=torch.uint8)
-        dtype: torch.dtype = getattr(torch, TYPES[self.dtype(name)].name)
-        return data.view(dtype).reshape(self.shape(name))
+        return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
 
     @staticmethod
     def _bytes(array: Tensor) -> Bytes:
@@ -253,7 +227,7 @@ def describe_file(files: Files, name: str) -> File:
 
 def _read_header(files: Files, name: str, file: File) -> bytes:
     """Return the header of a file with its length before it, if it is the one that the manifest knows."""
-    path = files.path(name)
+    path = address(files, name)
     size = files.size(name)
     if size != file.size:
         raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
@@ -276,7 +250,7 @@ def _parse_header(files: Files, name: str, header: bytes, file: File) -> tuple[H
     try:
         return _arrays_and_metadata(header[8:], file.size - len(header))
     except (ValueError, RecursionError) as error:
-        raise StoreDamagedError(f"{files.path(name)} is damaged: {error}.") from None
+        raise StoreDamagedError(f"{address(files, name)} is damaged: {error}.") from None
 
 
 def _arrays_and_metadata(text: bytes, data_size: int) -> tuple[Header, dict[str, str]]:

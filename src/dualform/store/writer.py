@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 
 import polars as pl
@@ -24,7 +23,7 @@ from dualform.errors import WriterError
 from dualform.layers.streams import Layer
 from dualform.store import tables
 from dualform.store.chunks import EqualKeys, slot_tensors
-from dualform.store.files import Files, LocalFiles, cure_of, writing
+from dualform.store.files import WritableFiles, cure_of, writing
 from dualform.store.format import (
     CHUNK_FILES,
     MANIFEST,
@@ -121,7 +120,7 @@ class Writer:
 
     def __init__(
         self,
-        folder: Path,
+        files: WritableFiles,
         manifest: Manifest,
         pool: Pool,
         weights: dict[str, Tensor],
@@ -130,7 +129,7 @@ class Writer:
         chunk_bytes: int = 64 << 20,
         seal_seconds: float = 30.0,
     ):
-        self.folder = folder
+        self.location = files.location
         manifest = manifest.with_session()
         self._queue_bytes = queue_bytes
         self._waiting: list[Step] = []
@@ -142,11 +141,11 @@ class Writer:
         """How many bytes the background thread was given."""
         inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         thread: threading.Thread | None = None
-        lock = FolderLock(folder)
+        lock = FolderLock(files)
         try:
-            self._background = _Background(folder, manifest, pool, lock, inbox, chunk_bytes, seal_seconds)
+            self._background = _Background(files, manifest, pool, lock, inbox, chunk_bytes, seal_seconds)
             # There is never a manifest without the weights it began with
-            with writing(folder):
+            with writing(files.location):
                 self._background.add_snapshot(manifest.end_step, weights)
             thread = threading.Thread(target=self._background.run, name="dualform-writer", daemon=True)
             self._inbox = inbox
@@ -257,7 +256,7 @@ class Writer:
         failure = self._background.failure
         if failure is not None:
             raise WriterError(
-                f"writing {self.folder} failed: {failure}.{cure_of(failure)} The store holds what was sealed before, up to step "
+                f"writing {self.location} failed: {failure}.{cure_of(failure)} The store holds what was sealed before, up to step "
                 f"{self.manifest.end_step}; it opens with dualform.open()."
             ) from failure
 
@@ -274,7 +273,7 @@ class _Background:
 
     def __init__(
         self,
-        folder: Path,
+        files: WritableFiles,
         manifest: Manifest,
         pool: Pool,
         lock: FolderLock,
@@ -292,14 +291,14 @@ class _Background:
         """How many of the bytes that were handed over are on the disk, or no longer needed."""
         self.progress: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Gets an entry whenever that number grows."""
-        self._files = LocalFiles(folder)
+        self._files = files
         self._pool = pool
         self._lock = lock
         self._inbox = inbox
         self._chunk_bytes = chunk_bytes
         self._seal_seconds = seal_seconds
         self._labels = Labels(manifest)
-        self._equal = _equal_keys(folder, manifest)
+        self._equal = _equal_keys(files, manifest)
         self._slots = [sum(chunk.slots[n] for chunk in manifest.chunks) for n in range(len(manifest.layers))]
         """By layer number: how many slots are sealed."""
         self._steps: list[Step] = []
@@ -474,13 +473,13 @@ def _unfinished(name: str) -> str:
     return f".{name}"
 
 
-def publish_manifest(files: Files, manifest: Manifest) -> None:
+def publish_manifest(files: WritableFiles, manifest: Manifest) -> None:
     """Replace the manifest. Everything that it names must be published before."""
     files.write(_unfinished(MANIFEST), manifest.dump())
     files.publish(_unfinished(MANIFEST), MANIFEST)
 
 
-def write_totals(files: Files, manifest: Manifest, new: NewTotals) -> Manifest:
+def write_totals(files: WritableFiles, manifest: Manifest, new: NewTotals) -> Manifest:
     """Write totals into a folder of their own, and publish and return the manifest that names it. Those before are removed."""
     number = manifest.totals.number + 1 if manifest.totals else 0
     folder = totals_name(number)
@@ -506,11 +505,11 @@ def write_totals(files: Files, manifest: Manifest, new: NewTotals) -> Manifest:
     return manifest
 
 
-def _equal_keys(folder: Path, manifest: Manifest) -> list[EqualKeys]:
+def _equal_keys(files: WritableFiles, manifest: Manifest) -> list[EqualKeys]:
     """The keys that a resumed recording holds already, found again by content."""
     equal = [EqualKeys(sum(chunk.keys[n] for chunk in manifest.chunks)) for n in range(len(manifest.layers))]
     if manifest.chunks:
-        store = Store(folder, manifest)
+        store = Store(files, manifest)
         for number, layer in enumerate(manifest.layers):
             if any(chunk.key_numbers is not None for chunk in store.chunks(layer.name)):
                 for first, keys in store.stored(layer.name, "key"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -15,7 +14,7 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Walked, walk_back
-from dualform.store.files import LocalFiles, writing
+from dualform.store.files import files_at, writing
 from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
 from dualform.store.lock import locked
 from dualform.store.reader import Store
@@ -39,18 +38,18 @@ def build_totals(
 
     kind: "keys" (sums of keys), "deltas" (each group's part of the weights) or "both". Totals that are there stay.
     """
-    folder = Path(path)
+    files = files_at(path)
     columns = (by,) if isinstance(by, str) else tuple(by)
-    with locked(folder):
-        store = Store(folder)
+    with locked(files):
+        store = Store(files)
         if store.manifest.keep == "totals":
-            raise NotRecordedError(f"{folder} keeps totals only: there are no slots to build others from.")
+            raise NotRecordedError(f"{files.location} keeps totals only: there are no slots to build others from.")
         _check_columns(store, by, columns)
         kind = _possible_kind(store, kind)
         groupings = [*_other_groupings(store, columns), Grouping(columns, kind)]
         totals = _fold(store, groupings, progress)
-        with writing(folder):
-            write_totals(LocalFiles(folder), store.manifest, totals)
+        with writing(files.location):
+            write_totals(files, store.manifest, totals)
 
 
 def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dualform.errors import QuestionError, UnknownLayerError
 from dualform.layers.streams import Layer
 from dualform.query.answer import Answer, Sums
+from dualform.query.by_layer import added
 from dualform.query.conditions import Where, condition_columns
 from dualform.query.groups import Groups
 from dualform.query.influence.index import RowIndex, RowWindow, can_be_bounded
@@ -204,28 +205,9 @@ class Influence(RowInfluence, Mapping[str, Answer]):
         if absolute or not _is_positional(scorer.store, columns) or not isinstance(scorer.scored, LinearScores):
             return super().sums(by, where=where, absolute=absolute)
         answers = [self._of_slots(layer, scorer.scored, only_rows=True) for layer in scorer.layers]
-        return _added([answer.sums(by, where=where) for answer in answers])
+        return added([answer.sums(by, where=where) for answer in answers])
 
 
 def _is_positional(store: Store, columns: set[str]) -> bool:
     per_position = {c.name for c in store.manifest.columns if c.per == "position"}
     return "position" in columns or bool(columns & per_position)
-
-
-def _added(parts: Sequence[Sums]) -> Sums:
-    """Add totals by the same columns in several layers: groups are those of any of them."""
-    names = parts[0].values.columns
-    values = pl.concat([part.values for part in parts]).unique(maintain_order=True)
-    numbered = values.with_row_index(" place")
-    totals = torch.zeros(len(parts[0].totals), values.height, dtype=torch.float64)
-    visits = torch.zeros(values.height, dtype=torch.int64)
-    for part in parts:
-        joined = part.values.join(numbered, on=names, how="left", maintain_order="left", nulls_equal=True)
-        places = torch.from_numpy(joined[" place"].to_numpy().astype(np.int64))
-        totals[:, places] += part.totals
-        visits[places] = torch.maximum(visits[places], part.visits)
-    # Slots that serve all rows have left an empty group behind
-    is_null = values.select(pl.all_horizontal(pl.all().is_null())).to_series().to_numpy()
-    kept = np.flatnonzero(~(is_null & (visits == 0).numpy()))
-    values = values[kept]
-    return Sums(values, totals[:, kept], visits[kept], values)

@@ -16,7 +16,7 @@ from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
-from dualform.query.forward import Captured, margin, run
+from dualform.query.forward import Captured, output_of, run
 from dualform.query.influence import kernel, sketch
 from dualform.query.influence.answers import Influence, RowInfluenceScorer
 from dualform.query.influence.factors import factors
@@ -24,6 +24,7 @@ from dualform.query.influence.products import MapQuery, map_queries, whitened_pr
 from dualform.query.influence.scores import LinearScores, OfSlots, RowScores, Scored
 from dualform.query.influence.segments import Segment, segments
 from dualform.query.influence.softmax import Misfit, logits
+from dualform.query.targets import Target, TargetReader
 from dualform.store.reader import Store
 
 METHODS = ("whitened", "kernel", "sketch")
@@ -60,9 +61,8 @@ def estimate(
     layers: Sequence[Layer],
     end: int,
     model_at: ModelAt,
-    inputs: Any,
-    rows: int | None,
-    target: Any,
+    reader: TargetReader,
+    target: Target,
     settings: Settings,
     progress: Progress | None = None,
     executor: Executor | None = None,
@@ -72,11 +72,16 @@ def estimate(
         raise QuestionError("influence() of no layers: name some with layers=, or leave it out for all.")
     found = segments(store, end, settings.segments, settings.sample)
     dtype = compute_dtype(store, layers[0].parameters[0])
-    aim = margin(model_at(end).eval(), inputs, rows, target, store.manifest.batch_axis)
+
+    def trained() -> Any:
+        with torch.no_grad():
+            return output_of(model_at(end).eval(), reader.inputs)
+
+    aim = reader.margin(target, trained)
     questions: list[Question] = []
     for segment in report("queries", found, progress):
         model = model_at(segment.moment).eval()
-        captured = run(model, layers, inputs, rows, store.manifest.batch_axis, aim, True).layers
+        captured = run(model, layers, reader.inputs, reader.rows, store.manifest.batch_axis, aim).layers
         questions.append(_question(store, captured, dtype))
     called = [layer for layer in layers if all(layer.name in question for question in questions)]
     if not called:

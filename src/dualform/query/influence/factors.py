@@ -20,10 +20,11 @@ from torch import Tensor
 from dualform.curvature.loss_mean import RECORDED_MEAN, LossMean
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import DAMPING, Curvature, Factors, Sums, damped
-from dualform.errors import StoreDamagedError
+from dualform.errors import StoreDamagedError, StoreError
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
 from dualform.query.influence.segments import RowPiece, Segment, one_slot_a_row, row_pieces, windows
+from dualform.store.files import Array, WritableFiles
 from dualform.store.format import NO_ROW, SLOTS, checksum
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -73,15 +74,21 @@ def _factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) 
     }
     if built.norms is not None:
         tensors["norms"] = [built.norms.numpy()]
-    with contextlib.suppress(OSError):  # a store that cannot be written answers all the same
-        # A name of its own: other threads and processes may be building the same
-        unfinished = f".{name}.{os.getpid()}.{get_ident()}"
-        try:
-            write_tensors(store.files, unfinished, tensors)
-            store.files.publish(unfinished, name)
-        finally:
-            store.files.remove(unfinished)
+    if isinstance(store.files, WritableFiles):
+        _keep(store.files, name, tensors)
     return built
+
+
+def _keep(files: WritableFiles, name: str, tensors: dict[str, list[Array]]) -> None:
+    """Write a file beside the store, if that is possible: a store that cannot be written answers all the same."""
+    # A name of its own: other threads and processes may be building the same
+    unfinished = f".{name}.{os.getpid()}.{get_ident()}"
+    with contextlib.suppress(OSError):
+        try:
+            write_tensors(files, unfinished, tensors)
+            files.publish(unfinished, name)
+        finally:
+            files.remove(unfinished)
 
 
 def built_factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) -> Curvature:
@@ -209,16 +216,19 @@ def _name(store: Store, layer: Layer, segment: Segment, mean: str) -> str:
 
 def _kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature | None:
     """What was kept under this name; None: nothing."""
-    path = store.folder / name
-    if not os.path.lexists(path):
-        return None
-    file = TensorFile(store.files, name, describe_file(store.files, name))
+    try:
+        described = describe_file(store.files, name)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    file = TensorFile(store.files, name, described)
     expected = _shapes(layer)
     if "norms" in file:
         expected["norms"] = (segment.end_row - segment.first_row,)
     if {tensor: file.shape(tensor) for tensor in file} != expected:
         raise StoreDamagedError(
-            f"{path} is damaged: its tensors are not of the expected shapes. Delete it: it is built again."
+            f"{file.path} is damaged: its tensors are not of the expected shapes. Delete it: it is built again."
         )
     maps = [
         Factors(file[f"{n}.keys"], file[f"{n}.errors"], float(file[f"{n}.positions"]))

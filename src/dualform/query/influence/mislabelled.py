@@ -68,7 +68,7 @@ def _output_layer(store: Store, layers: Sequence[str], layer: str | None) -> Lay
     """Return the layer whose error signals are asked for, if all of them were kept."""
     if store.manifest.keep != "slots":
         raise NotRecordedError(
-            f"mislabelled() needs the error signals of single slots, but {store.folder} keeps "
+            f"mislabelled() needs the error signals of single slots, but {store.location} keeps "
             f'{store.manifest.keep} only. Record with keep="slots".'
         )
     attending = [name for name in layers if store.layer(name)[1].attends]
