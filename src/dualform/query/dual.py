@@ -325,7 +325,9 @@ class Dual:
         else:
             raise QuestionError(f'method={method!r}: expected "influence" or "contribution".')
         sums = answer.sums(by, where=where)
-        return rank_documents(asked, method, sums, k, lowest, Texts(self.rows, documents))
+        samples = self.samples
+        texts = Texts(self.rows if samples is None else samples, documents)
+        return rank_documents(asked, method, sums, k, lowest, texts)
 
     def masked(
         self,

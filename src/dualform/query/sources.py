@@ -121,7 +121,7 @@ class Texts:
     """Where the texts of documents are."""
 
     rows: pl.DataFrame
-    """The row table, which may have them as a column."""
+    """The table of samples or of rows, which may have them as a column."""
     given: Any = None
     """By what names a document, its text: a sequence, a mapping or a dataset."""
 
