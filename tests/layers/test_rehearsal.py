@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.rehearsal import WouldChangeTrainingError, rehearse
@@ -267,3 +268,15 @@ def test_a_guard_that_an_interrupt_has_left_behind_refuses_no_call(monkeypatch):
         assert model(torch.ones(4, 3)).shape == (4, 2)
     finally:
         _global_forward_pre_hooks.clear()
+
+
+def test_an_interrupt_as_the_rehearsal_ends_leaves_no_mode_of_pytorch_behind(monkeypatch):
+    def interrupted(mode, *error):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchDispatchMode, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inputs_of(Model(), torch.ones(4, 3))
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch.is_grad_enabled()

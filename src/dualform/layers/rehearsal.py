@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from dualform.errors import DualformError
 from dualform.layers.module_copy import Copier
@@ -104,8 +104,7 @@ def rehearse(
         _same_random_numbers(module),
         _uncalled(set(copier.modules)),
         _without_autocast_cache(),
-        torch.no_grad(),
-        watching,
+        watching.operators(),
     ):
         copied(*positional, **named)
     return calls
@@ -155,10 +154,21 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generators: dict[torch.Generator, Tensor] = {}
         """The state in which the operators have found each generator."""
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for generator, state in self._generators.items():
-            generator.set_state(state)
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """Watch the operators within a with statement, without gradients."""
+        depth = len(_get_current_dispatch_mode_stack())
+        with_gradients = torch.is_grad_enabled()
+        try:
+            with torch.no_grad(), self:
+                yield
+        finally:
+            # An exception from outside that comes just as a with statement ends leaves undone what it should undo
+            while len(_get_current_dispatch_mode_stack()) > depth:
+                _pop_mode()
+            torch.set_grad_enabled(with_gradients)
+            for generator, state in self._generators.items():
+                generator.set_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

@@ -13,6 +13,7 @@ from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, pro
 from dualform.layers.rows import FIRST, Decision, Layout, Lead, reading_by_length, shape_text
 from dualform.layers.slot_source import Arguments
 from dualform.record.columns import Batch
+from dualform.record.interrupts import INTERRUPTS
 from dualform.store.format import RowEvidence
 
 ON_UNCLEAR_ROWS = ("ask", "leave out")
@@ -124,7 +125,8 @@ class RowFinder:
             return Proof(problem="check_rows=False")
         name = self._names.get(forward.module, "")
         axes = self._axes.with_inputs(self._axes.axes.get(name))
-        return prove(forward.module, arguments, rows, axes, self.recorded, forward.calls)
+        with INTERRUPTS.held((self, "prove")):  # it changes random states and modes of PyTorch, and puts them back
+            return prove(forward.module, arguments, rows, axes, self.recorded, forward.calls)
 
     def layout(
         self, layer: str, forward: ForwardPass | None, call: int | None, rows: int, lead: Lead, axis: int | None
