@@ -137,13 +137,13 @@ def test_pieces_of_wrapped_packing_are_refused_without_the_documents(tmp_path):
         record(trainer, tmp_path / "run")
 
 
-def test_influence_by_document_of_packed_rows(tmp_path):
+@pytest.mark.parametrize("method", ["influence", "contribution"])
+def test_sources_among_the_documents_of_packed_rows(tmp_path, method):
     trainer = make_trainer(tmp_path, model=llama(), packing=True)
-    dual, _ = train(trainer, tmp_path / "run", documents=documents())
-    query = torch.tensor([tokenizer()(documents()[3]["text"])["input_ids"]])
-    found = dual.influence(query, target=lambda output: output.logits[:, -1, 5]).top(3, by="sample_id")
-    assert found.height == 3
-    assert found["sample_id"].is_between(0, 17).all()
+    dual, _ = train(trainer, tmp_path / "run", documents=documents(), columns=["text"])
+    found = dual.sources("the red", " river", tokenizer=tokenizer(), k=18, method=method).frame
+    assert sorted(found["sample_id"]) == list(range(18))
+    assert found["text"].to_list() == [documents()[document]["text"] for document in found["sample_id"]]
 
 
 def test_the_head_that_the_loss_bypasses_is_left_out_with_the_reason(tmp_path):
