@@ -72,7 +72,7 @@ def record(
     on_unclear_rows: what to do where it is not clear which row a slot belongs to: "ask" (an error that names the cure), or "leave out"
     the rows of such slots.
     dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
-    rounding. "float16" takes half the disk.
+    rounding. "float16" takes half the disk, and so does "bfloat16", which stores what autocast made without loss.
     keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: disk
     does not grow with the number of steps).
     totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps

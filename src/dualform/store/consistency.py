@@ -263,7 +263,7 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
         _require_tensor(file, f"{number}.silent", "BOOL", (slots,))
     if manifest.keep != "keys":
         width = len(layer.outputs) or layer.d_out
-        _require_tensor(file, f"{number}.errors", NAMES[manifest.dtype], (slots, width))
+        _require_tensor(file, f"{number}.errors", _stored_type(manifest), (slots, width))
         _check_exponents(file, manifest, f"{number}.error_exponents", slots)
     if layer.form == "numbers":
         _require_tensor(file, f"{number}.keys", "I32", (slots, 1))
@@ -280,11 +280,16 @@ def _check_keys(file: CheckedFile[Any], manifest: Manifest, number: int, slots: 
         raise ValueError(f"layer {layer.name!r} has {slots} slots and {keys} keys, but does not say whose they are")
     if keys:
         shape = (None,) if layer.form == "maps" else (keys, layer.d_in)
-        _require_tensor(file, f"{number}.keys", NAMES[manifest.dtype], shape)
+        _require_tensor(file, f"{number}.keys", _stored_type(manifest), shape)
         _check_exponents(file, manifest, f"{number}.key_exponents", keys)
     if layer.geometry is not None:
         blocks = file.shape(f"{number}.blocks")[0]
         _require_tensor(file, f"{number}.shapes", "I64", (blocks, 1 + len(layer.geometry.kernel)))
+
+
+def _stored_type(manifest: Manifest) -> str:
+    """The type of stored vectors, as headers call it: bfloat16 is kept as its bits."""
+    return NAMES["int16" if manifest.dtype == "bfloat16" else manifest.dtype]
 
 
 def _check_exponents(file: CheckedFile[Any], manifest: Manifest, name: str, count: int) -> None:

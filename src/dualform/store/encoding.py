@@ -1,4 +1,6 @@
-"""How vectors are stored: as they are, or in float16 with a power of two per vector.
+"""How vectors are stored: as they are, in bfloat16, or in float16 with a power of two per vector.
+
+NumPy does not know bfloat16: such numbers are kept as their bits, in int16.
 
 Unscaled, most error signals would fall below float16's normal range; scaled, each element keeps 11 significant bits
 unless it is 2²⁹ times smaller than the norm of its vector.
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from dualform.store.memory import Pool, Slab
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64, "bfloat16": torch.int16}
+"""The types of stored vectors, by the names that users give."""
 TOP = 15
 """Stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow."""
 UNIT = 126 + TOP
@@ -105,7 +108,8 @@ def encode_all(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None 
         _copy_scaled(requests, targets)
         return targets
     for request, target in zip(requests, targets, strict=True):
-        target.data.copy_(request.vectors)
+        is_bits = dtype == "bfloat16"
+        target.data.copy_(request.vectors.to(torch.bfloat16).view(torch.int16) if is_bits else request.vectors)
     return targets
 
 
@@ -190,6 +194,8 @@ def encode_numbers(numbers: Tensor) -> Encoded:
 
 def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return vectors in a type that can be computed with; a view if they are stored in it."""
+    if data.dtype is torch.int16:
+        data = data.view(torch.bfloat16)
     decoded = data.to(dtype)
     if exponents is None or not bool(exponents.any()):
         return decoded

@@ -30,7 +30,7 @@ TABLES = (ROWS, UPDATES, STEPS)
 CHUNK_FILES = (SLOTS, *TABLES)
 
 KEEPS = ("slots", "keys", "totals")
-DTYPES = ("float32", "float16", "float64")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 MOST_MANIFEST = 256 << 20
 """The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")
