@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
-import halves
 from dualform.errors import UnexplainedError
+from halves import require
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -57,7 +57,7 @@ def adamw(parameters):
     ("dtype", "optimizer"), [(torch.bfloat16, momentum), (torch.float16, momentum), (torch.bfloat16, adamw)]
 )
 def test_slots_explain_what_training_did_beyond_rounding(tmp_path, dtype, optimizer):
-    halves.require(dtype)
+    require(dtype)
     model = train(tmp_path / "run", dtype, optimizer)
     verified = dualform.open(tmp_path / "run", model).verify()
     frame = verified.frame.filter(verified.frame["parameter"].str.ends_with("weight"))
@@ -68,7 +68,7 @@ def test_slots_explain_what_training_did_beyond_rounding(tmp_path, dtype, optimi
 
 
 def test_what_is_lost_is_told_as_a_fraction_with_the_cure(tmp_path):
-    halves.require(torch.bfloat16)
+    require(torch.bfloat16)
     # A step of 1e-4 is below the spacing of bfloat16 numbers near 0.1
     model = train(tmp_path / "run", torch.bfloat16, lambda p: torch.optim.AdamW(p, lr=1e-4))
     dual = dualform.open(tmp_path / "run", model)
@@ -80,7 +80,7 @@ def test_what_is_lost_is_told_as_a_fraction_with_the_cure(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gradient_of_a_sixteen_bit_weight_that_was_changed_is_refused(tmp_path, dtype):
-    halves.require(dtype)
+    require(dtype)
 
     def edit(model):
         model.hidden.weight.grad[:, 3] *= 1.5
@@ -91,7 +91,7 @@ def test_a_gradient_of_a_sixteen_bit_weight_that_was_changed_is_refused(tmp_path
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_questions_are_answered(tmp_path, dtype):
-    halves.require(dtype)
+    require(dtype)
     model = train(tmp_path / "run", dtype, lambda p: torch.optim.SGD(p, lr=0.1))
     dual = dualform.open(tmp_path / "run", model)
     x = torch.arange(5).unsqueeze(0)
@@ -102,8 +102,19 @@ def test_questions_are_answered(tmp_path, dtype):
     assert next(dual.masked(drop="sample_id = 1").parameters()).dtype == dtype
 
 
+def test_parts_show_what_rounding_wrote(tmp_path):
+    require(torch.bfloat16)
+    model = train(tmp_path / "run", torch.bfloat16, lambda p: torch.optim.AdamW(p, lr=1e-3))
+    dual = dualform.open(tmp_path / "run", model)
+    x = torch.arange(5).unsqueeze(0)
+    parts = dual.contributions(x, target=lambda output: output[:, -1, 3].float())["head"].parts().to_dicts()[0]
+    # In the last layer, the remainder is rounding: that of training, and that of this forward pass in bfloat16
+    assert abs(parts["rounding"]) > 1e-4
+    assert abs(parts["remainder"] - parts["rounding"]) < 0.02 * abs(parts["target"]) + 0.01
+
+
 def test_resuming_goes_on(tmp_path):
-    halves.require(torch.bfloat16)
+    require(torch.bfloat16)
     model = train(tmp_path / "run", torch.bfloat16, lambda p: torch.optim.SGD(p, lr=0.1), steps=3)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     with dualform.record(model, made, tmp_path / "run", resume=True) as recorder:

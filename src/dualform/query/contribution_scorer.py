@@ -296,6 +296,18 @@ class ContributionScorer(Scorer):
             total += self._along(use, matrix, torch.float64, rows)
         return total
 
+    def along_trained(self) -> Tensor | None:
+        """Return ⟨∂target/∂parameter, trained parameter⟩, (examples,) float64; None if there is no snapshot of it at this step."""
+        if self.end not in self.store.snapshot_steps():
+            return None
+        snapshot = self.store.snapshot(self.end)
+        total = torch.zeros(self.queries, dtype=torch.float64)
+        for use in self.uses:
+            rows = self.rows_of(use) if use.role not in ("bias", "scale") else None
+            value = snapshot[f"model.{use.parameter}"].double()
+            total += self._along(use, value if rows is None else rows.of(value), torch.float64, rows)
+        return total
+
     def _along(self, use: Use, matrix: Tensor, dtype: torch.dtype, rows: Rows | None = None) -> Tensor:
         """Return ⟨∂target/∂parameter, matrix⟩, (examples,) float64."""
         own = matrix[use.rows[0] : use.rows[1]] if use.rows else matrix

@@ -82,6 +82,8 @@ class LayerContributions(Answer):
 
         The remainder is rounding where the target is an output of this layer; in hidden layers it is what the first
         order leaves out (what later layers add by themselves). Slots of layers that share the weight are included.
+        rounding: the part of the remainder that training's own rounding wrote into the weights, which no slot explains: large where
+        parameters have 16 bits. Null where there is no snapshot of the weights.
         """
         view = find(self._scorer.store, (), self._scorer.end, deltas=True, subset=True)
         if view is not None:
@@ -92,14 +94,17 @@ class LayerContributions(Answer):
             for other in self.tied.values():
                 slots += other._sum_of_slots()
         initial = self._scorer.along_initial(view)
+        trained = self._scorer.along_trained()
         return pl.DataFrame(
             {
                 "query": pl.Series(range(len(self._target)), dtype=pl.Int64),
                 "initial": initial.numpy(),
                 "slots": slots.numpy(),
                 "remainder": (self._target - initial - slots).numpy(),
+                "rounding": None if trained is None else (trained - initial - slots).numpy(),
                 "target": self._target.numpy(),
-            }
+            },
+            schema_overrides={"rounding": pl.Float64},
         )
 
     def _sum_of_slots(self) -> Tensor:
