@@ -26,10 +26,6 @@ TITLES = {
 """The campaigns in the order of the page."""
 
 
-SHOWN = 2
-"""How many versions of the code have a line for each campaign: the newest ones."""
-
-
 def counts(results: Path = RESULTS) -> str:
     """The section of the page that holds all counts, as Markdown."""
     lines = [
@@ -44,13 +40,19 @@ def counts(results: Path = RESULTS) -> str:
             continue
         data = json.loads(path.read_text())
         unit = data["unit"]
-        tested = versions(data)[:SHOWN]
+        tested = shown(versions(data), unit)
         lines += [_line(title, unit, version, found) for version, found in tested]
         newest = tested[0][1]
         details += ["", f"**{title}**: {_listed(newest['counts'], unit)}."]
         for _, found in tested:
             details += [f"- {failure}: {cause}" for failure, cause in found.get("explained", {}).items()]
     return "\n".join([*lines, *details])
+
+
+def shown(tested: list[tuple[str, dict[str, Any]]], unit: str) -> list[tuple[str, dict[str, Any]]]:
+    """The versions that have a line: the newest one, and the one that was tested most, if that is another."""
+    most = max(tested, key=lambda item: item[1]["counts"].get(unit, 0))
+    return [tested[0]] if most is tested[0] else [tested[0], most]
 
 
 def versions(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
