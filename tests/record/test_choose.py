@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from dualform.errors import RecordingError
-from dualform.record.choose import choose
+from dualform.record.choose import choose, in_short
 
 
 class Block(nn.Module):
@@ -134,3 +134,8 @@ def test_nothing_to_record():
 def test_nothing_left_to_record_says_why():
     with pytest.raises(RecordingError, match=r"no layer to record.*'0': its weight is in no optimizer"):
         chosen(nn.Sequential(nn.Linear(3, 3)), None, [])
+
+
+def test_what_several_blocks_leave_out_is_named_once():
+    left_out = {"blocks.0.scale": "no rule", "blocks.1.scale": "no rule", "head": "in no optimizer"}
+    assert in_short(left_out) == "'blocks.*.scale' (2 of them): no rule; 'head': in no optimizer"

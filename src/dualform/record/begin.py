@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
-from dualform.record.choose import EXCLUDED, Chosen, choose, described
+from dualform.record.choose import EXCLUDED, Chosen, choose, described, in_short
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import snapshot_of
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
@@ -118,8 +118,7 @@ def record(
     axes = _checked_axes(batch_axis, [*chosen, *waiting])
     unasked = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
     if unasked:
-        listed = "; ".join(f"{name!r}: {reason}" for name, reason in unasked.items())
-        warnings.warn(f"not recorded: {listed}", stacklevel=2)
+        warnings.warn(f"not recorded: {in_short(unasked)}", stacklevel=2)
     if dtype is None:
         wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
         dtype = "float64" if wide else "float32"

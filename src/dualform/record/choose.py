@@ -159,6 +159,19 @@ def _uncovered(
     return found
 
 
+def in_short(left_out: Mapping[str, str]) -> str:
+    """What was left out, and why, with the same part of several blocks named once: 'layers.*.experts.down_proj' (32 of them)."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, reason in left_out.items():
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        alike.setdefault((pattern, reason), []).append(name)
+    said = []
+    for (pattern, reason), names in alike.items():
+        which = repr(names[0]) if len(names) == 1 else f"{pattern!r} ({len(names)} of them)"
+        said.append(f"{which}: {reason}")
+    return "; ".join(said)
+
+
 def described(parameters: Mapping[str, nn.Parameter]) -> list[store.Parameter]:
     """How a store describes parameters."""
     return [store.Parameter(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()]
