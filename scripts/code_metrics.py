@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "dualform"
-OUTSIDE = {"figures", "language", "evaluate", "explorer", "cli", "demo", "terminal"}
+OUTSIDE = {"integrations", "figures", "language", "evaluate", "explorer", "cli", "demo", "terminal"}
 MANY_BRANCHES = 10
 LAYOUT = {
     tokenize.COMMENT,

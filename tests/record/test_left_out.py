@@ -32,7 +32,7 @@ LEFT_OUT = {
     "max_norm": (lambda: nn.Embedding(3, 3, max_norm=1.0), "max_norm changes its weight during the forward pass"),
     "proj_size": (lambda: nn.LSTM(3, 3, proj_size=2), r"\(proj_size\)"),
     "a forward of its own": (lambda: Doubled(3, 3), "its type Doubled has a forward of its own"),
-    "complex": (lambda: nn.Linear(3, 3).to(torch.complex64), "its weight is complex64"),
+    "complex": (lambda: nn.Linear(3, 3, dtype=torch.complex64), "its weight is complex64"),
     "lazy": (lambda: nn.LazyLinear(3), "lazy layer"),
     "transposed": (lambda: nn.ConvTranspose1d(3, 3, 2), "no rule covers a parameter of ConvTranspose1d"),
 }
