@@ -112,6 +112,9 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     for name in NETWORKS:
         found[name] = {}
+        warm_up = Path(tempfile.mkdtemp(prefix="dualform-"))
+        seconds_of(name, "float32", 1, warm_up / "run")  # what is imported is no part of a training
+        shutil.rmtree(warm_up)
         for kind in given.kinds.split(","):
             ratios = []
             for _ in range(given.rounds):

@@ -22,6 +22,8 @@ Projected = np.ndarray[Any, np.dtype[np.float64]]
 SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
+SMALL, LARGE = 1e-15, 1e15
+"""A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
 SHORT = 64
@@ -81,6 +83,14 @@ class Projection:
 def wide_enough(dtype: torch.dtype) -> torch.dtype:
     """The type in which numbers of this type are multiplied and added up: 16-bit ones in float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def norm_of_tensor(tensor: Tensor) -> float:
+    """The Euclidean norm of a tensor of any size."""
+    norm = float(torch.linalg.vector_norm(tensor, dtype=wide_enough(tensor.dtype)))
+    if SMALL < norm < LARGE:
+        return norm
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -23,7 +23,7 @@ from dualform.layers.autocast import Autocast
 from dualform.layers.keys import Maps
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Geometry, Layer, Use, joined
-from dualform.projection import wide_enough
+from dualform.projection import norm_of_tensor, wide_enough
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     parts = error * normal
     positions = math.prod(error.shape[2:]) if by_channel else 1
     key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
-    error_terms = math.sqrt(positions) * _norm(error)
+    error_terms = math.sqrt(positions) * norm_of_tensor(error)
     if by_channel:
         parts = _sum_over_positions(parts)
         error = _sum_over_positions(error)
@@ -263,13 +263,9 @@ def _size_of_parts(module: nn.Module, error: Tensor, parts: Tensor, shift: Tenso
     smaller than both (a deviation far below the mean) or zero (one channel in a group); its rounding is not.
     """
     if shift is None:
-        return _norm(parts)
+        return norm_of_tensor(parts)
     # |input| / deviation is at most |normalised input| + |mean| / deviation
-    return _norm(parts) + 2 * _norm(_by_mean(module, error) * shift)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))  # squares may leave the range of float32
+    return norm_of_tensor(parts) + 2 * norm_of_tensor(_by_mean(module, error) * shift)
 
 
 # Recurrent layers

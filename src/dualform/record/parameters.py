@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
-from dualform.projection import SLACK, Projected, Projection, wide_enough
+from dualform.projection import LARGE, SLACK, SMALL, Projected, Projection, norm_of_tensor, wide_enough
 from dualform.record import audit
 
 THROWN = 8
 """How many backward passes are kept after their gradients were thrown away."""
-SMALL, LARGE = 1e-15, 1e15
-"""A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""
 FAR = 1e30
 """What was known to be this large may be infinite when it is looked at, in float32."""
 PARTS = 8
@@ -55,14 +53,6 @@ def norm_of(flat: np.ndarray[Any, Any]) -> float:
     """The Euclidean norm of a flat array."""
     wide = flat.astype(np.float64, copy=False)  # squares may leave the range of float32
     return math.sqrt(np.add.reduce(wide * wide))  # few numbers: a call of BLAS takes longer
-
-
-def norm_of_tensor(tensor: Tensor) -> float:
-    """The Euclidean norm of a tensor of any size."""
-    norm = float(torch.linalg.vector_norm(tensor))
-    if SMALL < norm < LARGE:
-        return norm
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def norm_of_rows(norms: Tensor, rows: Tensor) -> float:

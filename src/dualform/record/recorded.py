@@ -18,10 +18,10 @@ from dualform.layers.keys import Keys, Maps, Numbers, Vectors, keys_of
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer
-from dualform.projection import wide_enough
+from dualform.projection import norm_of_tensor, wide_enough
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass
-from dualform.record.parameters import RecordedParameter, norm_of_rows, norm_of_tensor
+from dualform.record.parameters import RecordedParameter, norm_of_rows
 from dualform.store.encoding import Encoded, EncodeRequest, encode_numbers
 from dualform.store.memory import Pool
 from dualform.store.records import Block, Bools
