@@ -197,7 +197,7 @@ def test_the_vector_of_padding(tmp_path, name, silent):
     dual = dualform.open(tmp_path / "run", model)
     answer = dual.contributions(tokens[:2], silent=silent)["words"]
     assert scores(answer).isfinite().all()
-    assert answer.parts().select(pl.col(pl.Float64).is_finite().all()).row(0) == (True,) * 4
+    assert answer.parts().select(pl.col(pl.Float64).is_finite().all()).row(0) == (True,) * 5
     assert answer.top(5, absolute=True)["contribution"].is_finite().all()
 
 

@@ -187,8 +187,9 @@ def _try(dual: dualform.Dual, tests: TestSet) -> None:
         with torch.no_grad():
             output_of(model, part.batch([place]))
     except Exception as error:  # whatever a user's model does
+        cause = error.__cause__ if isinstance(error, QuestionError) and error.__cause__ else error
         raise QuestionError(
-            f"the model does not take the first test example: {type(error).__name__}: {error}. Give inputs as the model takes them."
+            f"the model does not take the first test example: {type(cause).__name__}: {cause}. Give inputs as the model takes them."
         ) from error
 
 
