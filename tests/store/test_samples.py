@@ -20,7 +20,18 @@ def test_a_run_without_samples_has_none(tmp_path):
     assert read_samples(LocalFiles(tmp_path)) is None
 
 
-def test_a_damaged_table_is_named(tmp_path):
-    (tmp_path / SAMPLES).write_bytes(b"PAR1 cut")
+DAMAGES = {
+    "another content": lambda data: b"PAR1 cut",
+    "cut off": lambda data: data[:-3],
+    "one byte changed": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_table_is_named(tmp_path, damage):
+    files = LocalFiles(tmp_path)
+    write_samples(files, TABLE)
+    path = tmp_path / SAMPLES
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.raises(StoreDamagedError, match=SAMPLES):
-        read_samples(LocalFiles(tmp_path))
+        read_samples(files)
