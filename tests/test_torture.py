@@ -40,22 +40,24 @@ def test_the_page_has_the_counts_of_the_results():
 
 @pytest.fixture
 def results(tmp_path):
-    """Results of two versions of the code."""
+    """Results of three versions of the code."""
     version = {"dualform": "0.1.0", "first": "2026-01-01", "seconds": 7200.0, "claimed": {"0": 3}, "failures": []}
     explained = {"seed 0, case 7": "the disk of the test was full"}
     versions = {
-        "old": {**version, "last": "2026-01-02", "counts": {"kills": 9, "failures": 1}, "explained": explained},
-        "new": {**version, "last": "2026-01-03", "counts": {"kills": 1234, "during seal": 7}},
+        "first": {**version, "last": "2026-01-01", "counts": {"kills": 9}},
+        "most": {**version, "last": "2026-01-02", "counts": {"kills": 1234, "failures": 1}, "explained": explained},
+        "new": {**version, "last": "2026-01-03", "counts": {"kills": 10, "during seal": 7}},
     }
     data = {"campaign": "kill", "unit": "kills", "sources": [], "versions": versions}
     (tmp_path / "torture-kill.json").write_text(json.dumps(data))
     return tmp_path
 
 
-def test_the_page_shows_the_versions_that_were_tested_last(results):
+def test_the_page_shows_the_versions_that_were_tested_last_and_most(results):
     lines = reliability.counts(results).splitlines()
-    new = lines.index("| Kills | 1,234 kills | 0 | 0 | 2.0 | 2026-01-03 | `new` of 0.1.0 |")
-    assert lines[new + 1] == "| Kills | 9 kills | 1 | 1 | 2.0 | 2026-01-02 | `old` of 0.1.0 |"
+    new = lines.index("| Kills | 10 kills | 0 | 0 | 2.0 | 2026-01-03 | `new` of 0.1.0 |")
+    assert lines[new + 1] == "| Kills | 1,234 kills | 1 | 1 | 2.0 | 2026-01-02 | `most` of 0.1.0 |"
+    assert not any("`first`" in line for line in lines)
     assert "**Kills**: during seal 7." in lines
     assert "- seed 0, case 7: the disk of the test was full" in lines
     assert "| Losses of power | not run yet | | | | | |" in lines
