@@ -134,3 +134,27 @@ def test_a_model_with_nothing_to_train_says_that_it_is_frozen(tmp_path):
     other = nn.Parameter(torch.zeros(3))
     with pytest.raises(RecordingError, match="All its layers are frozen"):
         dualform.record(model, torch.optim.SGD([other], lr=0.1), tmp_path / "run")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_frozen_weights_that_are_changed_by_hand_are_in_later_snapshots(tmp_path, resume):
+    """A momentum encoder follows the trained network, through .data, which PyTorch does not count as a change."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"online": nn.Linear(5, 4), "target": nn.Linear(5, 4).requires_grad_(False)})
+    optimizer = torch.optim.SGD(model["online"].parameters(), lr=0.1)
+    x = torch.randn(6, 5)
+    recorder = dualform.record(model, optimizer, tmp_path / "run")
+    for step in range(4):
+        recorder.batch(sample_id=range(6))
+        F.mse_loss(model["online"](x), model["target"](x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for slow, fast in zip(model["target"].parameters(), model["online"].parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        recorder.seal()
+        if resume and step == 1:
+            recorder.close()
+            recorder = dualform.record(model, optimizer, tmp_path / "run", resume=True)
+    recorder.close()
+    trained = dualform.open(tmp_path / "run", model).at(4).model()
+    assert torch.equal(trained["target"].weight, model["target"].weight)

@@ -66,13 +66,14 @@ class Network:
         need not be right. warned: names that the user was warned of already; new ones are added.
         """
         nearest = max(snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step)
-        snapshot = self._store.snapshot(nearest)
-        first = self._store.snapshot(0)  # frozen weights are there alone
-        weights = {
-            name.removeprefix("model."): (snapshot if name in snapshot else first)[name]
-            for name in (*first, *snapshot)
-            if name.startswith("model.")
-        }
+        weights: dict[str, Tensor] = {}
+        # A frozen weight is in the first snapshot, and again in those before which somebody has changed it
+        for earlier in sorted((one for one in self._store.snapshot_steps() if one <= nearest), reverse=True):
+            snapshot = self._store.snapshot(earlier)
+            for name in snapshot:
+                short = name.removeprefix("model.")
+                if name != short and short not in weights:
+                    weights[short] = snapshot[name]
         if nearest == step:
             return weights
         manifest = self._store.manifest

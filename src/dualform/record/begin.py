@@ -160,7 +160,7 @@ def record(
         manifest = resuming.go_on(files, before, manifest, passes, steps)
         kept = resuming.totals(files, manifest, wanted)
         manifest = manifest if wanted else replace(manifest, totals=None)
-    weights = snapshot_of(model, steps, is_first=before is None)
+    weights = snapshot_of(model, steps)
     sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
     pool = passes.store_as.pool
     writer = Writer(files, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)

@@ -6,6 +6,8 @@ All of this can be done again for a step, after an exception has interrupted it,
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals
 from dualform.store import format as store
 from dualform.store import records
+from dualform.store.tensors import tensor_checksum
 from dualform.store.writer import Writer
 
 SNAPSHOT_SHARE = 8
@@ -29,13 +32,18 @@ SNAPSHOT_CHUNKS = 4
 """… and not before this many chunks' worth."""
 
 
-def snapshot_of(model: nn.Module, steps: StepBuilder, *, is_first: bool = False) -> dict[str, Tensor]:
-    """Copies of all weights and buffers that training may have changed, and of the optimizer state of recorded parameters.
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
-    is_first: with those frozen weights that an optimizer may get later.
+
+def snapshot_of(model: nn.Module, steps: StepBuilder, stored: Mapping[str, str] = NOTHING) -> dict[str, Tensor]:
+    """Copies of all weights and buffers, and of the optimizer state of recorded parameters.
+
+    stored: checksums of frozen weights that an earlier snapshot holds: they are left out as long as nobody has changed them.
     """
-    skip = base_of if is_first else frozen
-    skipped = skip(model, steps.optimizers, steps.recorded)
+    skipped = set(base_of(model, steps.optimizers, steps.recorded))
+    for name, checksum in frozen_checksums(model, steps).items():
+        if stored.get(name) == checksum:
+            skipped.add(name)
     tensors = {
         f"model.{name}": _copied(value)
         for name, value in model.state_dict().items()
@@ -51,6 +59,13 @@ def snapshot_of(model: nn.Module, steps: StepBuilder, *, is_first: bool = False)
         for name, number in watched.counters.items():
             tensors[f"{prefix}.{name}"] = torch.tensor([number], dtype=torch.float64)
     return tensors
+
+
+def frozen_checksums(model: nn.Module, steps: StepBuilder) -> dict[str, str]:
+    """Of each frozen weight that is stored: a momentum encoder is frozen, too, and changed by hand."""
+    found = frozen(model, steps.optimizers, steps.recorded)
+    base = base_of(model, steps.optimizers, steps.recorded)
+    return {name: tensor_checksum(parameter) for name, parameter in found.items() if name not in base}
 
 
 def _copied(value: Tensor) -> Tensor:
@@ -91,7 +106,10 @@ class FinishedSteps:
         self.is_checkpointed = self.keeps_only_totals and writer.manifest.end_step > 0
         """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
         self._since_snapshot = 0
-        self._snapshot_bytes = sum(tensor.nbytes for tensor in snapshot_of(model, steps).values())
+        # A resumed recording begins with a snapshot of everything
+        self._stored_frozen = {} if writer.manifest.end_step else frozen_checksums(model, steps)
+        first = snapshot_of(model, steps, self._stored_frozen)
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in first.values())
 
     @property
     def keeps_only_totals(self) -> bool:
@@ -173,7 +191,8 @@ class FinishedSteps:
         """Hand over the weights, which must be those of the last step, and the totals."""
         if self.keeps_only_totals and self.totals is None:
             return  # weights without totals would be of no use
-        weights = snapshot_of(self._model, self._steps)
+        weights = snapshot_of(self._model, self._steps, self._stored_frozen)
+        self._stored_frozen = frozen_checksums(self._model, self._steps)
         if self.curvature is not None:
             weights |= self.curvature.tensors()
         self._snapshot_bytes = sum(tensor.nbytes for tensor in weights.values())

@@ -2,7 +2,7 @@
 
 They are no omissions, and they are not stored again and again. What lies under adapters, or is quantised, is not stored at all: the manifest
 has a checksum of it, and questions take it from the user's model. Other frozen weights are in the first snapshot, since they may be
-given to an optimizer later.
+given to an optimizer later, and in each before which they have changed: a momentum encoder is changed by hand.
 """
 
 from __future__ import annotations
