@@ -52,7 +52,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-# In float16 the squares of gradients vanish, so Adam divides by nothing but ε: nobody trains so
+# Not float16 with AdamW: the squares of gradients underflow, so that Adam divides by eps alone
 @pytest.mark.parametrize(
     ("dtype", "optimizer"), [(torch.bfloat16, momentum), (torch.float16, momentum), (torch.bfloat16, adamw)]
 )

@@ -86,7 +86,7 @@ def influence(
     layer: Annotated[str | None, typer.Option(help="Of this layer alone.", show_default="all, summed")] = None,
     where: Annotated[str | None, typer.Option(help='Only these rows: SQL, e.g. "label = 7 and step >= 100".')] = None,
     lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the target most.")] = False,
-    segments: Annotated[int, typer.Option(min=1, help="At most so many epochs, spread over the run.")] = 15,
+    segments: Annotated[int, typer.Option(min=1, help="Use at most this many epochs, spread over the run.")] = 15,
     loss_mean: Annotated[
         LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
     ] = LossMean.tokens,
@@ -142,7 +142,7 @@ def sources(
     ] = None,
     where: Annotated[str | None, typer.Option(help='Only these rows: SQL, e.g. "step >= 100".')] = None,
     lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the completion most.")] = False,
-    segments: Annotated[int, typer.Option(min=1, help="At most so many epochs, spread over the run.")] = 15,
+    segments: Annotated[int, typer.Option(min=1, help="Use at most this many epochs, spread over the run.")] = 15,
     loss_mean: Annotated[
         LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
     ] = LossMean.tokens,

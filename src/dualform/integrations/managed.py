@@ -104,8 +104,9 @@ class ManagedRecording:
 
     def gap(self) -> dict[str, float]:
         """Verify the recording, which is closed, and return the largest gap of a parameter for a tracker."""
-        gaps = open_run(self.path).verify().frame["gap"].to_list()
-        return {"dualform/gap": max(gaps)}
+        # Optimizers that cannot be replayed have no gap
+        largest = open_run(self.path).verify().frame["gap"].drop_nans().max()
+        return {} if largest is None else {"dualform/gap": float(largest)}  # type: ignore[arg-type]
 
     def __enter__(self) -> ManagedRecording:
         return self
