@@ -29,6 +29,12 @@ def test_a_change_of_the_sources_is_another_version(package):
     assert results.code_version(["store"]) != before
 
 
+def test_a_sentence_or_a_line_break_is_no_other_version(package):
+    before = results.code_version(["store"])
+    (package / "store" / "a.py").write_text('"""A file."""\n\n# why\na = (\n    1\n)\n"""What it is."""\n')
+    assert results.code_version(["store"]) == before
+
+
 def test_counts_add_up_for_a_version_and_start_anew_for_another(package, tmp_path):
     one = results.Results("kill", "kills", tmp_path, ["store"])
     one.add({"kills": 2}, [], 1.0)
