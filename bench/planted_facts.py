@@ -437,23 +437,25 @@ def measure(setup: Setup, corpus: Corpus, epochs: int, pretraining: int) -> Resu
         size = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file())
         dual = dualform.open(folder / "run", model)
         certificate = dual.verify()
-        tokenizer = make_tokenizer()
-        answers = [dual.sources(fact.prompt, " " + fact.answer, tokenizer=tokenizer, k=1) for fact in corpus.facts]
-        found = [
-            answer.frame["sample_id"][0] == fact.document for answer, fact in zip(answers, corpus.facts, strict=True)
-        ]
-        known = [math.exp(sum(answer.log_probabilities)) for answer in answers]
+        answers = [first_source(dual, fact) for fact in corpus.facts]
+        found = [document == fact.document for (document, _), fact in zip(answers, corpus.facts, strict=True)]
         return Result(
             gap=max(certificate.frame["gap"].to_list()),
             is_verified=certificate.passed,
             names=names_of(certificate.rows),
-            known=statistics.mean(known),
+            known=statistics.mean(probability for _, probability in answers),
             found=statistics.mean(found),
             bm25=by_words(corpus),
             embedding=by_embedding(model, corpus),
             time_ratio=seconds[1] / seconds[0],
             bytes_per_token=size / (epochs * sum(len(text.split()) + 1 for text in corpus.documents)),
         )
+
+
+def first_source(dual: dualform.Dual, fact: Fact) -> tuple[int, float]:
+    """The document that comes first for a fact, and the probability that the model gives its answer."""
+    answer = dual.sources(fact.prompt, " " + fact.answer, tokenizer=make_tokenizer(), k=1)
+    return int(answer.frame["sample_id"][0]), math.exp(sum(answer.log_probabilities))
 
 
 def names_of(rows: pl.DataFrame) -> str:

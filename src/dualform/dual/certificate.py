@@ -42,8 +42,6 @@ FLOORS = 4
 """A parameter may differ from its dual by this many rounding floors."""
 PROJECTED_FLOORS = 6
 """The same where a few projections are compared: single random numbers are more often far from their size."""
-DRAWS = 8
-"""How many draws of noise a floor is estimated from, if one is not enough."""
 TOTALS_ROUNDING = 64.0
 """Where slots were summed and not kept, gradients may be off by this many roundoffs of the parameter's movement."""
 
@@ -405,8 +403,7 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
     floor = full_floor(store, name, found.begin, end, weights)
     if found.distance <= found.allowed * floor.total:
         return floor
-    # Where gradients nearly cancel, the Adam family divides noise by noise: one draw may be many times too small
-    return full_floor(store, name, found.begin, end, weights, draws=DRAWS)
+    return full_floor(store, name, found.begin, end, weights, is_worst=True)
 
 
 def _rounding_of_totals(store: Store, name: str, end: int, found: _Comparison, updates: int) -> float:

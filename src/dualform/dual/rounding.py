@@ -30,6 +30,12 @@ BOTH_ROUNDED = math.sqrt(2 / 3)
 UPDATE_ROUNDINGS = 8
 """So many operations of an optimizer round what it adds to a weight: Adam's two averages (two each), root, ε, quotient and learning rate."""
 
+WORST_DRAWS = 16
+WORST_NOISE = 2.0
+"""A worst displacement is the largest of so many draws of noise of twice the usual size …"""
+WORST_UNIT = 3.0
+"""… divided by this. Where displacements are in proportion to noise, that is 1.5 times the usual one: 4.6 / 3."""
+
 
 @dataclass(frozen=True)
 class Floor:
@@ -68,10 +74,10 @@ def weights_floor(dtype: str, updates: int, size: float) -> Floor:
     return Floor(_roundoff(dtype) * (updates if is_lossy else math.sqrt(updates)) * size)
 
 
-def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor, draws: int = 1) -> Floor:
+def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor, is_worst: bool = False) -> Floor:
     """The floor with what rounding of gradients and of stored slots explains. This walks through training once more.
 
-    draws: how often noise is drawn where coefficients are matrices, each time with another walk.
+    is_worst: each weight counts with its largest displacement in many walks (_worst_displacement), where coefficients are matrices.
     """
     if store.manifest.keep != "slots":
         return weights
@@ -81,8 +87,8 @@ def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floo
     stored = storage_roundoff(store, parameter)
     measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
-        found = math.hypot(*(_disturbed(store, updates, measured, stored, seed) for seed in range(draws)))
-        found /= math.sqrt(draws)
+        noise = _Noise(store, updates, measured, stored)
+        found = _worst_displacement(noise) if is_worst else float(_displacement(noise, seed=0).norm())
         return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
     coefficients = walked(updates)
     errors = coefficients.walked.c * measured.residual * measured.size
@@ -166,12 +172,39 @@ def _visits(store: Store, layer: Layer) -> float:
     return max(1.0, store.slots(layer.name) / max(1, store.key_count(layer.name)))
 
 
-def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: float, seed: int) -> float:
-    """How far a weight whose coefficients are matrices ends elsewhere if its gradients are disturbed by as much as rounding does.
+@dataclass(frozen=True)
+class _Noise:
+    """What rounding does to the gradients of a parameter."""
+
+    store: Store
+    updates: Updates
+    measured: _Measured
+    stored: float
+    """The unit roundoff of the store's type, or 0."""
+
+
+def _worst_displacement(noise: _Noise) -> float:
+    """The norm of each weight's largest displacement in several draws of larger noise, in units of the usual displacement.
+
+    The Adam family divides a gradient by its size. If noise changes the sign of a weight's first gradient, the weight ends two learning rates
+    elsewhere: a single such weight may be the whole distance, and few draws of the usual noise show it.
+    """
+    largest = _displacement(noise, seed=0, scale=WORST_NOISE).abs()
+    for seed in range(1, WORST_DRAWS):
+        largest = torch.maximum(largest, _displacement(noise, seed, WORST_NOISE).abs())
+    return float(largest.norm()) / WORST_UNIT
+
+
+def _displacement(noise: _Noise, seed: int, scale: float = 1.0) -> Tensor:
+    """Where a weight whose coefficients are matrices ends if its gradients are disturbed by as much as rounding does, less where it ended.
 
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
     is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
+    scale: how many times the usual size of noise.
     """
+    store = noise.store
+    updates = noise.updates
+    measured = noise.measured
     kind = KINDS[updates.kind]
     gradients = Replayed(store, updates)
     now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
@@ -198,11 +231,11 @@ def _disturbed(store: Store, updates: Updates, measured: _Measured, stored: floa
             if coarse
             else _spread(variance, rest, own)
         )
-        spread = spread + variance * (visits * (BOTH_ROUNDED * stored) ** 2)
-        noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype) * spread.sqrt()
-        step_on(disturbed, kind, settings, gradient + noise)
+        spread = spread + variance * (visits * (BOTH_ROUNDED * noise.stored) ** 2)
+        drawn = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        step_on(disturbed, kind, settings, gradient + scale * spread.sqrt() * drawn)
         step_on(now, kind, settings, gradient)
-    return float((disturbed.weight - now.weight).double().norm())
+    return (disturbed.weight - now.weight).double()
 
 
 def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
