@@ -428,3 +428,11 @@ def test_a_few_projections_may_be_further_off_than_weights():
     by_weights = judging._Comparison(5e-3, movement=1.0, size=1.0, begin=0)
     assert judging._judge(by_projections, rounding.Floor(1e-3))[0] == "pass"
     assert judging._judge(by_weights, rounding.Floor(1e-3))[0] == "fail"
+
+
+def test_a_recording_of_totals_that_ended_before_any_were_written_says_so(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dualform.record(model, optimizer, tmp_path / "run", keep="totals", totals=["label"]).close()
+    with pytest.raises(dualform.errors.NotRecordedError, match="ended before any were written"):
+        dualform.open(tmp_path / "run").verify()

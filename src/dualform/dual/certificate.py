@@ -219,14 +219,20 @@ def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[T
         return
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:
-        moment = store.manifest.totals.step if store.manifest.totals else 0
         raise NotRecordedError(
-            f"{store.location} keeps totals only, as they were after step {moment}"
-            + (f", not after step {end}." if moment != end else ", and of the keys only: there is nothing to verify.")
-            + ' Record with keep="slots", or with totals that have deltas.'
+            f'{_why_no_totals(store, end)} Record with keep="slots", or with totals that have deltas.'
         )
     for name in names:
         yield masked_by_groups(view, name)
+
+
+def _why_no_totals(store: Store, end: int) -> str:
+    totals = store.manifest.totals
+    if totals is None:
+        return f"{store.location} keeps totals only, and ended before any were written: there is nothing to verify."
+    if totals.step != end:
+        return f"{store.location} keeps totals only, as they were after step {totals.step}, not after step {end}."
+    return f"{store.location} keeps totals only, and of the keys only: there is nothing to verify."
 
 
 def _primal(store: Store, parameter: str, nearest: int, end: int) -> Tensor:
