@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,12 +48,20 @@ class Geometry:
     mode: str
     """How the border is filled: zeros, reflect, replicate, circular."""
 
-    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
+    def padded(self, size: Sequence[int]) -> list[int]:
+        """The size of maps of this size with their border."""
+        borders = zip(self.padding[::2], self.padding[1::2], strict=True)
+        return [length + before + after for length, (before, after) in zip(size, borders, strict=True)]
+
+    @property
+    def spans(self) -> list[int]:
+        """How far a patch reaches along each axis."""
+        return [dilation * (length - 1) + 1 for dilation, length in zip(self.dilation, self.kernel, strict=True)]
+
+    def positions(self, size: Sequence[int]) -> tuple[int, ...]:
         """How many patches there are along each axis of maps of this size."""
-        return tuple(
-            (n + self.padding[2 * i] + self.padding[2 * i + 1] - self.dilation[i] * (self.kernel[i] - 1) - 1) // self.stride[i] + 1
-            for i, n in enumerate(size)
-        )  # fmt: skip
+        axes = zip(self.padded(size), self.spans, self.stride, strict=True)
+        return tuple((length - span) // stride + 1 for length, span, stride in axes)
 
     @property
     def patch(self) -> int:
