@@ -246,10 +246,14 @@ def _decide_calls(proof: Proof, axes: BatchAxes, trial: _Trial) -> None:
             decision = _decide_call(trial, layer, call, named)
             decisions.append(decision)
             is_named = named is not None or given.axis is not None
-            if is_named and decision.is_proved and decision.where != SHARED:
+            if is_named and decision.proves_rows:
                 proof.is_confirmed = True
-        if sum(one.is_proved for one in decisions) >= sum(one.is_proved for one in known):
+        if _count_proved(decisions) >= _count_proved(known):
             proof.decisions[layer] = decisions
+
+
+def _count_proved(decisions: Sequence[Decision]) -> int:
+    return sum(decision.is_proved for decision in decisions)
 
 
 def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) -> Decision:
@@ -261,7 +265,7 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
         return Decision(None, "its inputs have other shapes when rows are moved")
     allowed = readings(given.lead, len(permuted.rows), given.axis) if named is None else [named]
     decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse, module_axis=given.axis)
-    if decision.is_proved and decision.where != SHARED and given.ordered_by:
+    if decision.proves_rows and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)
     if trial.are_rows_equal and decision.where is not None:

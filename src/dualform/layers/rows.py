@@ -140,9 +140,13 @@ def readings(lead: Lead, rows: int, axis: int | None = None) -> list[RowAxis]:
     axes = range(len(lead)) if axis is None else (axis,)
     found = [RowAxis(one) for one in axes if lead[one] == rows]
     for one in axes:
-        if lead[one] > rows > 0 and lead[one] % rows == 0:
+        if lead[one] > rows and _is_multiple(lead[one], rows):
             found += [RowAxis(one, ROWS_OUTSIDE), RowAxis(one, ROWS_INSIDE)]
     return [*found, SHARED]
+
+
+def _is_multiple(length: int, rows: int) -> bool:
+    return rows > 0 and length % rows == 0
 
 
 def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAxis:
@@ -150,7 +154,7 @@ def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAx
 
     For a flattened input (vectors, features), 0 means that each row's positions stand together, and 1 that the rows alternate.
     """
-    is_flattened = len(lead) == 1 and rows > 0 and lead[0] != rows and lead[0] % rows == 0
+    is_flattened = len(lead) == 1 and lead[0] != rows and _is_multiple(lead[0], rows)
     if is_flattened and axis in (0, 1):
         return RowAxis(0, ROWS_OUTSIDE if axis == 0 else ROWS_INSIDE)
     if axis >= len(lead):
@@ -160,7 +164,7 @@ def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAx
     length = lead[axis]
     if length == rows:
         return RowAxis(axis)
-    if rows and length % rows == 0:
+    if _is_multiple(length, rows):
         return RowAxis(axis, ROWS_OUTSIDE)
     raise AxisError(
         f"batch_axis={{{layer!r}: {axis}}} names an axis of length {length}, which is no multiple of the {rows} rows "
@@ -223,6 +227,11 @@ class Decision:
         """Whether the experiments leave a single reading."""
         return self.where is not None and not self.why
 
+    @property
+    def proves_rows(self) -> bool:
+        """Whether they leave a single one, and in it each vector belongs to one row."""
+        return self.is_proved and self.where != SHARED
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -256,33 +265,54 @@ def decide(
     module itself names it (recurrent layers, attention).
     """
     following = _following(allowed, before, permuted, is_coarse=is_coarse)
-    if len(following) > 1:
-        consistent = [where for where in following if all(_others_stay(where, before, one) for one in replaced)]
-        return Decision(consistent[0]) if len(consistent) == 1 else _choose_among_equal(consistent, module_axis)
+    if not following:
+        return _decide_by_replaced_rows(allowed, before, permuted, replaced)
     if following == [SHARED]:
         # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
-        stays = all(_others_stay(SHARED, before, experiment) for experiment in replaced)
+        stays = _other_rows_stay(SHARED, before, replaced)
         return Decision(SHARED) if stays else Decision(None, FOLLOWS_NOTHING)
-    mixes_rows = all(
-        _changes_everywhere(before, experiment) for experiment in replaced
-    )  # as a batch normalisation does
-    if following:
-        fits = mixes_rows or all(_others_stay(following[0], before, experiment) for experiment in replaced)
-        if fits:
-            return Decision(following[0])
-        # Another order of the rows changes no more vectors than were replaced
-        is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
-        if is_mixed or _depend_on_several_rows(before, replaced):
-            return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
-        return Decision(None, FOLLOWS_NOTHING, hidden_by="" if _tell_rows_apart(replaced) else ORDER)
+    if len(following) == 1:
+        return _confirm(following[0], before, replaced)
+    consistent = [where for where in following if _other_rows_stay(where, before, replaced)]
+    if len(consistent) == 1:
+        return Decision(consistent[0])
+    return _choose_among_equal(consistent, module_axis)
+
+
+def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> Decision:
+    """Confirm by replaced rows the only reading in which an input follows permuted rows."""
+    if _mixes_rows(before, replaced) or _other_rows_stay(where, before, replaced):
+        return Decision(where)
+    # Another order of the rows changes no more vectors than were replaced
+    is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
+    if is_mixed or _depend_on_several_rows(before, replaced):
+        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+    hidden_by = "" if _tell_rows_apart(replaced) else ORDER
+    return Decision(None, FOLLOWS_NOTHING, hidden_by=hidden_by)
+
+
+def _decide_by_replaced_rows(
+    allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment, replaced: Sequence[Experiment]
+) -> Decision:
+    """Decide where an input follows permuted rows in no reading."""
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
         return Decision(None, FOLLOWS_NOTHING)
     if not _tell_rows_apart(replaced):
         return Decision(None, FOLLOWS_NOTHING, hidden_by=PLACES)
-    if mixes_rows:
+    if _mixes_rows(before, replaced):
         return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
     depending = _depending(allowed, before, replaced)
     return Decision(depending[0]) if len(depending) == 1 else Decision(None, FOLLOWS_NOTHING)
+
+
+def _other_rows_stay(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
+    """Whether in each experiment, vectors of rows that were not replaced are what they were."""
+    return all(_others_stay(where, before, experiment) for experiment in replaced)
+
+
+def _mixes_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
+    """Whether rows depend on each other, as they do behind a batch normalisation."""
+    return all(_changes_everywhere(before, experiment) for experiment in replaced)
 
 
 def _tell_rows_apart(replaced: Sequence[Experiment]) -> bool:
