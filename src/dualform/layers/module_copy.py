@@ -51,19 +51,17 @@ class Copier:
         known = self._copies.get(id(value))
         if known is not None:
             return known
-        if type(value) in weakref.ProxyTypes:  # which claims to be of the type that it refers to
-            return value
+        copy_value = _COPIES.get(type(value))
+        if copy_value is not None:
+            return copy_value(self, value)
         if isinstance(value, torch.jit.ScriptModule):  # its parts are out of reach, so its weights are copied too
             return self._keep(value, copy.deepcopy(value))
         if isinstance(value, nn.Module):
             return self._copy_module(value)
         if isinstance(value, Tensor):
             return self._keep(value, _copy_tensor(value))
-        copy_value = _COPIES.get(type(value))
-        if copy_value is not None:
-            return copy_value(self, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.copy(item) for item in value))
+            return type(value)(*self._copy_tuple(value))
         if _is_plain_object(value) and _can_be_copied(value):
             return self._copy_object(value)
         return value
@@ -182,6 +180,9 @@ _COPIES: dict[type, Callable[[Copier, Any], Any]] = {
     types.MethodType: Copier._copy_method,
     types.FunctionType: Copier._copy_function,
     functools.partial: Copier._copy_partial,
+    # Proxies claim to be of the type that they refer to
+    weakref.ProxyType: lambda self, value: value,
+    weakref.CallableProxyType: lambda self, value: value,
 }
 """How values of these types are copied."""
 
