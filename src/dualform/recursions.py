@@ -277,7 +277,8 @@ def adam_numbers(settings: Settings) -> tuple[float, float]:
 
 def _corrected_lr(settings: Settings) -> float:
     """lr, with the average's start from zero undone."""
-    return settings["lr"] / (1 - settings["beta1"] ** settings["count"])
+    correction: float = 1 - settings["beta1"] ** settings["count"]
+    return settings["lr"] / correction
 
 
 def _root_of_correction(settings: Settings) -> float:

@@ -117,7 +117,8 @@ class Numbers:
 
     def vectors(self) -> Tensor:
         """The keys themselves."""
-        return F.one_hot(self.places, self._d_in).to(self._dtype)
+        one_hot = F.one_hot(self.places, self._d_in)
+        return one_hot.to(self._dtype)
 
     def squared(self) -> Numbers:
         """Each number squared: ones stay ones."""
@@ -157,7 +158,8 @@ class Maps:
         filters = of_one_group.repeat(groups, *[1] * (1 + axes))
         convolution = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
         products = convolution(self.maps, filters, None, geometry.stride, 0, geometry.dilation, groups).flatten(2)
-        by_group = products.reshape(len(self.maps), groups, count, products.shape[2])
+        positions = products.shape[2]
+        by_group = products.reshape(len(self.maps), groups, count, positions)
         by_position = by_group.permute(0, 3, 1, 2)
         if groups == 1:
             return by_position.reshape(-1, count)
@@ -199,8 +201,9 @@ class Maps:
         axes = len(self.size)
         patches = self.maps  # (maps, channels, *positions, *kernel) in the end
         for axis, span in enumerate(geometry.spans):
+            stride = geometry.stride[axis]
             dilation = geometry.dilation[axis]
-            patches = patches.unfold(2 + axis, span, geometry.stride[axis])[..., ::dilation]
+            patches = patches.unfold(2 + axis, span, stride)[..., ::dilation]
         positions = range(2, 2 + axes)
         kernel = range(2 + axes, 2 + 2 * axes)
         return patches.permute(0, *positions, 1, *kernel).reshape(-1, geometry.patch)
@@ -234,16 +237,13 @@ Keys = Vectors | Numbers | Maps
 def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
     if not any(geometry.padding):
         return maps
-    if not maps.numel():  # F.pad refuses them in most modes
-        size = geometry.padded(maps.shape[2:])
-        return maps.new_zeros(*maps.shape[:2], *size)
     befores = geometry.padding[::2]
     afters = geometry.padding[1::2]
-    mode = "constant" if geometry.mode == "zeros" else geometry.mode
     pads: list[int] = []
     for before, after in zip(befores, afters, strict=True):
         pads = [before, after, *pads]  # F.pad wants the last axis first
-    return F.pad(maps, pads, mode=mode)
+    is_constant = geometry.mode == "zeros" or not maps.numel()  # other modes refuse empty maps
+    return F.pad(maps, pads, mode="constant" if is_constant else geometry.mode)
 
 
 def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtype) -> Keys:

@@ -96,24 +96,19 @@ class Copier:
         return made
 
     def _copy_dictionary(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        made = self._keep(value, type(value)())
+        made = self._keep(value, value.copy())
         for key, item in value.items():  # not update(), which adds up in a Counter
             made[key] = self.copy(item)
         return made
 
-    def _copy_default_dictionary(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
-        made: defaultdict[Any, Any] = self._keep(value, defaultdict(self.copy(value.default_factory)))
-        for key, item in value.items():
-            made[key] = self.copy(item)
+    def _copy_default_dictionary(self, value: defaultdict[Any, Any]) -> Any:
+        made: Any = self._copy_dictionary(value)
+        made.default_factory = self.copy(value.default_factory)
         return made
 
-    def _copy_list(self, value: list[Any]) -> list[Any]:
-        made: list[Any] = self._keep(value, [])
-        made.extend(self.copy(item) for item in value)
-        return made
-
-    def _copy_deque(self, value: deque[Any]) -> deque[Any]:
-        made: deque[Any] = self._keep(value, deque(maxlen=value.maxlen))
+    def _copy_list(self, value: list[Any] | deque[Any]) -> list[Any] | deque[Any]:
+        made = self._keep(value, value.copy())  # a deque keeps its longest length
+        made.clear()
         made.extend(self.copy(item) for item in value)
         return made
 
@@ -169,7 +164,7 @@ _COPIES: dict[type, Callable[[Copier, Any], Any]] = {
     defaultdict: Copier._copy_default_dictionary,
     list: Copier._copy_list,
     tuple: Copier._copy_tuple,
-    deque: Copier._copy_deque,
+    deque: Copier._copy_list,
     set: lambda self, value: self._keep(value, set(value)),
     bytearray: Copier._copy_deeply,
     np.ndarray: lambda self, value: self._keep(value, value.copy()),

@@ -21,7 +21,14 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from dualform.layers.autocast import Autocast
 from dualform.layers.slot_source import Arguments, Errors
 
-KINDS: tuple[type[nn.Module], ...] = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+KINDS: tuple[type[nn.Module], ...] = (
+    nn.LSTM,
+    nn.GRU,
+    nn.RNN,
+    nn.LSTMCell,
+    nn.GRUCell,
+    nn.RNNCell,
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,12 @@ def outputs(value: Any) -> list[Tensor]:
 
 def why_left_out(module: nn.Module) -> str | None:
     """Why a module cannot be recorded, or None."""
-    kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
     type_name = type(module).__name__
-    if kind is None:
+    kinds = [kind for kind in KINDS if isinstance(module, kind)]
+    if not kinds:
         known = ", ".join(kind.__name__ for kind in KINDS)
         return f"its type {type_name} is none of {known}"
-    if type(module).forward is not kind.forward:
+    if type(module).forward is not kinds[0].forward:
         return f"its type {type_name} has a forward of its own"
     if parametrize.is_parametrized(module):
         return "its weights are parametrised: the trained parameters are others"
@@ -113,7 +120,9 @@ def unroll(
     context = off if autocast is None else autocast.again()
     with torch.set_grad_enabled(errors is not None), context:
         walks, output = _walk_layers(call, call.masks(rng))
-        found = [None] * len(walks) if errors is None else _errors(call, walks, output, errors)
+        found: Sequence[Tensor | None] = [None] * len(walks)
+        if errors is not None:
+            found = _errors(call, walks, output, errors)
     named = zip(names(module), walks, found, strict=True)
     return [Unrolled(name, walk.keys, error) for name, walk, error in named]
 
@@ -164,7 +173,8 @@ class _Call:
         if state is not None:
             self.state = [self.stacked(part) for part in outputs(state)]
         else:
-            zeros = self.x.new_zeros(len(self.weights), self.x.shape[1], self.hidden)
+            rows = self.x.shape[1]
+            zeros = self.x.new_zeros(len(self.weights), rows, self.hidden)
             has_cell_state = isinstance(module, nn.LSTM | nn.LSTMCell)
             self.state = [zeros, zeros] if has_cell_state else [zeros]
 
@@ -172,8 +182,12 @@ class _Call:
         """An initial or final state → (layers × directions, rows, d_hidden)."""
         if isinstance(self.module, nn.RNNCellBase):
             state = state.reshape(1, -1, state.shape[-1])
-        state = state.detach() if state.dim() == 3 else state.detach().unsqueeze(1)
-        return state if self._is_cast else state.to(self.weights[0][0])
+        state = state.detach()
+        if state.dim() != 3:
+            state = state.unsqueeze(1)
+        if self._is_cast:
+            return state
+        return state.to(self.weights[0][0])
 
     def sequence(self, values: Tensor) -> Tensor:
         """An input or output (of a packed sequence its data) → (time, rows, features), zero after a sequence's end."""
@@ -194,12 +208,16 @@ class _Call:
         if rng is None or self.x.device.type != "cpu":
             raise RuntimeError("Dropout between layers needs rng, the CPU's random state just before the forward.")
         width = self.sides * self.hidden
-        lead = self.x.shape[:2] if self.packed is None else self.packed.data.shape[:1]
+        lead = self.x.shape[:2]
+        if self.packed is not None:
+            lead = self.packed.data.shape[:1]
         ones = self.x.new_ones(*lead, width)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             drawn = [dropout(ones, probability) for _ in range(self.layers - 1)]
-        return drawn if self.packed is None else [self.sequence(mask) for mask in drawn]
+        if self.packed is None:
+            return drawn
+        return [self.sequence(mask) for mask in drawn]
 
     def step(self, of_input: Tensor, of_hidden: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
         """The next state, in the order of PyTorch's own operations: under autocast, each of them rounds to 16 bits.
@@ -209,7 +227,9 @@ class _Call:
         if c is not None:
             pre = of_hidden + of_input
             i, f, g, o = pre.chunk(4, dim=-1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            kept = f.sigmoid() * c
+            added = i.sigmoid() * g.tanh()
+            c = kept + added
             return [o.sigmoid() * c.tanh(), c]
         if isinstance(self.module, nn.GRU | nn.GRUCell):
             r_input, z_input, n_input = of_input.chunk(3, dim=-1)
@@ -256,11 +276,13 @@ def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
         after[time] = new[0]
         state = new
     hidden_before = torch.stack(before).detach()
-    keys = torch.cat([x.detach(), hidden_before], dim=-1).to(w_ih.dtype)
+    keys = torch.cat([x.detach(), hidden_before], dim=-1)
+    keys = keys.to(w_ih.dtype)
     if call.alive is not None:
         keys = keys * call.alive
-    is_gru = isinstance(call.module, nn.GRU | nn.GRUCell)
-    return _Walk(keys, pre, torch.stack(after), state, of_hidden if is_gru else [])
+    if not isinstance(call.module, nn.GRU | nn.GRUCell):
+        of_hidden = []  # they have the gradients of `pre`
+    return _Walk(keys, pre, torch.stack(after), state, of_hidden)
 
 
 def _walk_layers(call: _Call, masks: Sequence[Tensor]) -> tuple[list[_Walk], Tensor]:

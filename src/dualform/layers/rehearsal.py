@@ -241,28 +241,29 @@ def _name_of(func: Any) -> str:
     return name
 
 
+@cache
+def _place_of(func: Any, name: str) -> int | None:
+    """Where an operator takes an argument; None if it does not."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(name) if name in names else None
+
+
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """The value of an operator's argument."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return None
+    place = _place_of(func, name)
+    if place is None:
+        return None
+    if place < len(args):
+        return args[place]
+    return kwargs.get(name, func._schema.arguments[place].default_value)
 
 
 def _without_dropout(func: Any, args: Any) -> Any:
     """The arguments of an operator that has dropout built in (attention), without it."""
-    place = _dropout_argument(func)
+    place = _place_of(func, "dropout_p")
     if place is None or place >= len(args):
         return args
     return (*args[:place], 0.0, *args[place + 1 :])
-
-
-@cache
-def _dropout_argument(func: Any) -> int | None:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return place
-    return None
 
 
 @cache

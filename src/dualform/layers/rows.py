@@ -270,13 +270,17 @@ def decide(
     if following == [SHARED]:
         # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
         stays = _other_rows_stay(SHARED, before, replaced)
-        return Decision(SHARED) if stays else Decision(None, FOLLOWS_NOTHING)
+        return Decision(SHARED) if stays else _undecided()
     if len(following) == 1:
         return _confirm(following[0], before, replaced)
     consistent = [where for where in following if _other_rows_stay(where, before, replaced)]
     if len(consistent) == 1:
         return Decision(consistent[0])
     return _choose_among_equal(consistent, module_axis)
+
+
+def _undecided(hidden_by: str = "") -> Decision:
+    return Decision(None, FOLLOWS_NOTHING, hidden_by)
 
 
 def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> Decision:
@@ -286,9 +290,9 @@ def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment
     # Another order of the rows changes no more vectors than were replaced
     is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
     if is_mixed or _depend_on_several_rows(before, replaced):
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+        return _undecided(MIXING)
     hidden_by = "" if _tell_rows_apart(replaced) else ORDER
-    return Decision(None, FOLLOWS_NOTHING, hidden_by=hidden_by)
+    return _undecided(hidden_by)
 
 
 def _decide_by_replaced_rows(
@@ -296,13 +300,13 @@ def _decide_by_replaced_rows(
 ) -> Decision:
     """Decide where an input follows permuted rows in no reading."""
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
-        return Decision(None, FOLLOWS_NOTHING)
+        return _undecided()
     if not _tell_rows_apart(replaced):
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=PLACES)
+        return _undecided(PLACES)
     if _mixes_rows(before, replaced):
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+        return _undecided(MIXING)
     depending = _depending(allowed, before, replaced)
-    return Decision(depending[0]) if len(depending) == 1 else Decision(None, FOLLOWS_NOTHING)
+    return Decision(depending[0]) if len(depending) == 1 else _undecided()
 
 
 def _other_rows_stay(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> bool:

@@ -54,7 +54,8 @@ class Rule:
         assert self.saved is not None
         assert self.slots is not None
         saved = self.saved(module, arguments)
-        return SlotSource([output], partial(self.slots, module, saved), saved[0])
+        slots = partial(self.slots, module, saved)
+        return SlotSource([output], slots, saved[0])
 
 
 def _first(arguments: Arguments, name: str = "input") -> Tensor:
@@ -92,13 +93,15 @@ def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
 
 def _linear(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     assert isinstance(module, nn.Linear)
-    uses = (Use(named("weight"), "weight"), *_bias(module, named))
+    weight = Use(named("weight"), "weight")
+    uses = (weight, *_bias(module, named))
     return [Layer(name, "linear", module.in_features, module.out_features, uses)]
 
 
 def _conv1d_of_transformers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     d_in, d_out = module.get_parameter("weight").shape
-    uses = (Use(named("weight"), "table"), *_bias(module, named))
+    weight = Use(named("weight"), "table")
+    uses = (weight, *_bias(module, named))
     return [Layer(name, "linear", int(d_in), int(d_out), uses)]
 
 

@@ -48,11 +48,6 @@ class Geometry:
     mode: str
     """How the border is filled: zeros, reflect, replicate, circular."""
 
-    def padded(self, size: Sequence[int]) -> list[int]:
-        """The size of maps of this size with their border."""
-        borders = zip(self.padding[::2], self.padding[1::2], strict=True)
-        return [length + before + after for length, (before, after) in zip(size, borders, strict=True)]
-
     @property
     def spans(self) -> list[int]:
         """How far a patch reaches along each axis."""
@@ -60,8 +55,12 @@ class Geometry:
 
     def positions(self, size: Sequence[int]) -> tuple[int, ...]:
         """How many patches there are along each axis of maps of this size."""
-        axes = zip(self.padded(size), self.spans, self.stride, strict=True)
-        return tuple((length - span) // stride + 1 for length, span, stride in axes)
+        found = []
+        for axis, span in enumerate(self.spans):
+            before, after = self.padding[2 * axis : 2 * axis + 2]
+            padded = size[axis] + before + after
+            found.append((padded - span) // self.stride[axis] + 1)
+        return tuple(found)
 
     @property
     def patch(self) -> int:
