@@ -395,8 +395,9 @@ def _is_flipped_by_rounding(is_off: Flags, found: Fingerprints, before: Fingerpr
     values = found[is_off]
     right = np.searchsorted(known, values).clip(max=known.size - 1)
     left = (right - 1).clip(min=0)
-    distance = np.minimum(np.abs(known[right] - values), np.abs(known[left] - values))
-    is_known = distance <= SAME_VECTOR * _root_mean_square(before)
+    to_left = np.abs(known[left] - values)
+    to_right = np.abs(known[right] - values)
+    is_known = np.minimum(to_left, to_right) <= SAME_VECTOR * _root_mean_square(before)
     return bool(is_known.mean() < 0.5)
 
 
@@ -436,7 +437,8 @@ def _by_row(values: Values, where: RowAxis, rows: int) -> Values | None:
         return None
     if layout.axis is None:
         return values.reshape(1, -1).copy()
-    return np.moveaxis(values.reshape(layout.split), layout.axis, 0).reshape(rows, -1).copy()
+    split = values.reshape(layout.split)
+    return np.moveaxis(split, layout.axis, 0).reshape(rows, -1).copy()
 
 
 def _like_input(by_row: Flags, where: RowAxis, lead: Lead) -> Flags:
@@ -452,8 +454,10 @@ def _has_same_vectors(before: Fingerprints, permuted: Experiment) -> bool:
     """Whether an input has the same vectors as before, in whatever order."""
     if not before.size:
         return True
-    apart = np.abs(np.sort(permuted.numbers, axis=None) - np.sort(before, axis=None))
-    return float(np.quantile(apart, FITTING_SHARE)) <= ROUNDING * _root_mean_square(before)
+    values = np.sort(before, axis=None)
+    permuted_values = np.sort(permuted.numbers, axis=None)
+    difference = np.abs(permuted_values - values)
+    return float(np.quantile(difference, FITTING_SHARE)) <= ROUNDING * _root_mean_square(before)
 
 
 def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
@@ -469,7 +473,9 @@ def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
 
 def _changes_more_than_replaced(before: Fingerprints, replaced: Experiment) -> bool:
     """Whether more vectors change than the replaced rows have: in a small batch, that may be less than MIXING_SHARE of them."""
-    return float(_is_changed(before, replaced).mean()) > float(replaced.is_moved.mean()) + 1 - FITTING_SHARE
+    changed = float(_is_changed(before, replaced).mean())
+    moved = float(replaced.is_moved.mean())
+    return changed > moved + 1 - FITTING_SHARE
 
 
 def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
@@ -480,8 +486,12 @@ def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]
     changes = np.stack([_is_changed(before, experiment).reshape(-1) for experiment in replaced], axis=1)
     in_place = np.stack([~experiment.is_moved for experiment in replaced], axis=1)
     patterns, counts = np.unique(changes, axis=0, return_counts=True)
-    is_of_one_row = [bool((~(pattern & in_place).any(axis=1)).any()) for pattern in patterns]
-    of_several = int(counts[~np.array(is_of_one_row)].sum())
+    of_several = 0
+    for pattern, count in zip(patterns, counts, strict=True):
+        # Such a row is not the one, or not the only one, that these vectors depend on
+        was_in_place = (pattern & in_place).any(axis=1)
+        if was_in_place.all():
+            of_several += int(count)
     return of_several > (1 - FITTING_SHARE) * len(changes)
 
 
@@ -497,7 +507,8 @@ def _moved(before: Fingerprints, where: RowAxis, rows: RowMap) -> Fingerprints |
         return None
     if layout.axis is None:
         return before
-    moved: Fingerprints = before.reshape(layout.split).take(rows, axis=layout.axis).reshape(before.shape)
+    split = before.reshape(layout.split)
+    moved: Fingerprints = split.take(rows, axis=layout.axis).reshape(before.shape)
     return moved
 
 
@@ -510,7 +521,8 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
 
     lead: how many axes of `keys` are leading ones.
     """
-    flat = keys.detach().flatten(lead) if keys.dim() > lead else keys.detach().unsqueeze(-1)
+    keys = keys.detach()
+    flat = keys.flatten(lead) if keys.dim() > lead else keys.unsqueeze(-1)
     if flat.is_floating_point():
         # One infinite feature must not hide which row a vector belongs to
         flat = torch.nan_to_num(flat.float(), nan=0.5, posinf=1.0, neginf=-1.0)
@@ -521,7 +533,8 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
         direction = _direction(flat.shape[-1]).to(flat.device).double()
         vectors = flat.reshape(-1, flat.shape[-1])
         with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
-            parts = [some.double() @ direction for some in torch.split(vectors, VECTORS_AT_ONCE)]
+            pieces = torch.split(vectors, VECTORS_AT_ONCE)
+            parts = [piece.double() @ direction for piece in pieces]
         found = torch.cat(parts).reshape(flat.shape[:-1])
     numbers: Fingerprints = found.cpu().numpy()
     return numbers
