@@ -73,11 +73,14 @@ def write_all(
     path.mkdir(exist_ok=True)
     for old in path.glob("part-*.parquet"):
         old.unlink()
-    slots, lines = dual.layer(layer).slots, 0
+    slots = dual.layer(layer).slots
+    lines = 0
     for number, (numbers, weights) in enumerate(stretches):
-        part = _long(weights).with_columns(pl.Series("slot", np.tile(numbers.numpy(), weights.shape[:2].numel())))
-        found = describe(dual.store, layer, numbers.numpy(), dual.end_step)
-        part = part.join(found, on="slot", how="left", maintain_order="left")
+        places = numbers.numpy()
+        repeated = np.tile(places, weights.shape[:2].numel())
+        part = _long(weights).with_columns(pl.Series("slot", repeated))
+        columns = describe(dual.store, layer, places, dual.end_step)
+        part = part.join(columns, on="slot", how="left", maintain_order="left")
         part.write_parquet(path / f"part-{number:06d}.parquet")
         lines += part.height
         if progress is not None:
@@ -160,11 +163,12 @@ def _per_row(dual: Dual) -> set[str]:
 
 def _long(weights: Tensor) -> pl.DataFrame:
     """(queries, positions, slots) → one line for each weight."""
-    query, position, _ = np.indices(tuple(weights.shape), sparse=True)
+    shape = tuple(weights.shape)
+    query, position, _ = np.indices(shape, sparse=True)
     return pl.DataFrame(
         {
-            "query": np.broadcast_to(query, tuple(weights.shape)).reshape(-1),
-            "position": np.broadcast_to(position, tuple(weights.shape)).reshape(-1),
+            "query": np.broadcast_to(query, shape).reshape(-1),
+            "position": np.broadcast_to(position, shape).reshape(-1),
             "weight": weights.reshape(-1).numpy(),
         }
     )

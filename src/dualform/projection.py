@@ -22,7 +22,8 @@ Projected = np.ndarray[Any, np.dtype[np.float64]]
 SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
-SMALL, LARGE = 1e-15, 1e15
+SMALL = 1e-15
+LARGE = 1e15
 """A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""
 EQUATIONS = 16
 """At least this many equations check a weight: R gets more columns if it has few outputs."""
@@ -52,10 +53,12 @@ class Projection:
         rows = numel if vector else shape[0]
         inputs = 1 if vector else numel // max(rows, 1)
         # A generator of its own: the user's random numbers are not touched
-        generator = torch.Generator().manual_seed(seed ^ xxhash.xxh3_64_intdigest(name.encode()) >> 2)
+        hashed = xxhash.xxh3_64_intdigest(name.encode())
+        generator = torch.Generator().manual_seed(seed ^ hashed >> 2)
         random = random_columns(inputs, rows, wide_enough(dtype), generator)
         columns = 1 if vector else random.shape[1]
-        mixed = np.random.default_rng(generator.initial_seed()).standard_normal(rows * columns)
+        normal = np.random.default_rng(generator.initial_seed())
+        mixed = normal.standard_normal(rows * columns)
         return Projection(not vector, rows, columns, random, mixed)
 
     def project(self, tensor: Tensor) -> Projected:
@@ -65,7 +68,8 @@ class Projection:
         if self.is_matrix:
             matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
             tensor = matrix @ self.random_like(matrix)
-        projected: Projected = tensor.cpu().to(torch.float64, copy=True).numpy().reshape(-1)
+        copied = tensor.cpu().to(torch.float64, copy=True)
+        projected: Projected = copied.numpy().reshape(-1)
         return projected
 
     def random_like(self, tensor: Tensor) -> Tensor:
@@ -95,7 +99,8 @@ def norm_of_tensor(tensor: Tensor) -> float:
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """R: (inputs, k), with enough columns for EQUATIONS equations, if there are as many inputs."""
-    columns = max(1, min(inputs, math.ceil(EQUATIONS / max(outputs, 1))))
+    needed = math.ceil(EQUATIONS / max(outputs, 1))
+    columns = max(1, min(inputs, needed))
     signs = 2 * torch.randint(0, 2, (inputs, columns), generator=generator) - 1
     if inputs > SHORT:
         return signs.to(dtype).T.contiguous().T

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,11 +59,7 @@ class Linear:
 
     def apply(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> None:
         """Go one step on, in place. gradient: None for the initial part, which gets none."""
-        if gradient is None:
-            pushed = weight * self.decay if self.decay else None
-        else:
-            pushed = gradient if self.sign > 0 else -gradient
-            pushed = pushed.add(weight, alpha=self.decay) if self.decay else pushed
+        pushed = self._pushed(weight, gradient)
         if pushed is not None and isinstance(self.take, float) and self.take == 1.0 - self.keep:
             average.lerp_(pushed, self.take)  # in one pass, as PyTorch's Adam does it
         else:
@@ -72,6 +68,13 @@ class Linear:
         _scale(weight, self.shrink)
         _add(weight, self.direct, pushed, -1.0)
         _add(weight, self.through, average, -1.0)
+
+    def _pushed(self, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """g', or None if it is zero."""
+        if gradient is None:
+            return weight * self.decay if self.decay else None
+        signed = gradient if self.sign > 0 else -gradient
+        return signed.add(weight, alpha=self.decay) if self.decay else signed
 
     def carry(self, weight: Factor, average: Factor) -> tuple[Factor, Factor]:
         """Like apply without a gradient, not in place; what is a number stays one as long as no matrix meets it."""
@@ -84,8 +87,11 @@ class Linear:
         """X = p·W + q·m after this update → the coefficient of its gradient, and p, q before it."""
         r = q - p * self.through
         h = r * self.take - p * self.direct
-        before = p * self.shrink + h * self.decay if self.decay else (p if self.shrink == 1.0 else p * self.shrink)
-        return h if self.sign < 0 else -h, before, r * self.keep
+        before = p if self.shrink == 1.0 else p * self.shrink
+        if self.decay:
+            before = before + h * self.decay
+        coefficient = h if self.sign < 0 else -h
+        return coefficient, before, r * self.keep
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
@@ -109,9 +115,12 @@ TINY = 1e-30
 
 
 def _times(one: Factor, number: float) -> Factor:
-    if isinstance(one, Tensor) and number:
+    if isinstance(one, Tensor):
+        if number == 0.0:
+            return 0.0
         return one if number == 1.0 else one * number
-    return 0.0 if isinstance(one, Tensor) or abs(one * number) < TINY else one * number
+    product = one * number
+    return 0.0 if abs(product) < TINY else product
 
 
 def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.0) -> Factor:
@@ -124,31 +133,66 @@ def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.
         return one + sign * factor * other
     # At most one of the two is a matrix
     number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
-    if 0.0 in (number, matrix if isinstance(matrix, float) else 1.0):
+    if _is_zero(number) or _is_zero(matrix):
         return one
     if isinstance(one, Tensor) and isinstance(matrix, Tensor):
         return torch.add(one, matrix, alpha=sign * float(number))
     return one + matrix * (sign * number)
 
 
+def _is_zero(factor: Factor) -> bool:
+    return isinstance(factor, float) and factor == 0.0
+
+
 def _plus_inverse(one: Factor, factor: Inverse, other: Factor, sign: float) -> Factor:
-    if isinstance(other, float) and other == 0.0:
+    if _is_zero(other):
         return one
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
     return one + sign * (other * factor)
 
 
-Filled = tuple[float, Factor | Inverse, Factor | Inverse, Factor | Inverse]
-Update = Callable[[Settings, dict[str, Tensor], Tensor | None, Tensor | None], Filled]
-"""(settings, shared, g', room) → keep, take, direct, through; shared goes one step on, in place. room: memory for a matrix."""
+class Inputs(NamedTuple):
+    """What the factors of an update depend on."""
+
+    settings: Settings
+    shared: dict[str, Tensor]
+    """They go one step on, in place."""
+    gradient: Tensor | None
+    """g'; None for optimizers that do not need it."""
+    room: Tensor | None
+    """Memory for a matrix."""
+
+    @property
+    def pushed(self) -> Tensor:
+        """g'."""
+        assert self.gradient is not None
+        return self.gradient
+
+    def average_of_squares(self, name: str, rate: float) -> Tensor:
+        """One of the shared tensors, with g' squared added."""
+        return _add_square(self.shared[name], self.pushed, rate)
+
+    def inverse_root(self, number: float, squares: Tensor, eps: float) -> Inverse:
+        """number / (√squares + ε)."""
+        root = torch.sqrt(squares, out=self.room)
+        return Inverse(number, root.add_(eps))
+
+
+class Factors(NamedTuple):
+    """The factors of an update that belong to the kind of optimizer."""
+
+    keep: float
+    take: Factor | Inverse
+    direct: Factor | Inverse = 0.0
+    through: Factor | Inverse = 0.0
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of optimizer."""
 
-    update: Update
+    factors: Callable[[Inputs], Factors]
     average: str | None
     """The name of m among the optimizer's state."""
     shared: tuple[str, ...] = ()
@@ -161,7 +205,7 @@ class Kind:
     @property
     def state(self) -> tuple[str, ...]:
         """All state tensors."""
-        return (*([self.average] if self.average else []), *self.shared)
+        return self.shared if self.average is None else (self.average, *self.shared)
 
     def linear(
         self, settings: Settings, shared: dict[str, Tensor], pushed: Tensor | None, room: Tensor | None = None
@@ -171,17 +215,17 @@ class Kind:
         room: memory like the weight, for who needs an update only until the next one: fresh pages cost more than what is
         computed in them.
         """
-        keep, take, direct, through = self.update(settings, shared, pushed, room)
-        sign, decay, shrink = outer(settings)
-        return Linear(keep, take, direct, through, sign, decay, shrink)
+        factors = self.factors(Inputs(settings, shared, pushed, room))
+        return Linear(*factors, *outer(settings))
 
 
 def outer(settings: Settings) -> tuple[float, float, float]:
     """sign, decay and shrink: what every optimizer has."""
     decay = settings["weight_decay"]
-    decoupled = bool(settings.get("decoupled", 0.0))
     sign = -1.0 if settings["maximize"] else 1.0
-    return sign, 0.0 if decoupled else decay, 1.0 - settings["lr"] * decay if decoupled else 1.0
+    if settings.get("decoupled", 0.0):
+        return sign, 0.0, 1.0 - settings["lr"] * decay
+    return sign, decay, 1.0
 
 
 SMALL_EPS = 1e-20
@@ -194,99 +238,132 @@ def may_blow_up(settings: Settings) -> bool:
     return decay != 0 or settings.get("eps", 1.0) < SMALL_EPS
 
 
-def _sgd(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    if s["momentum"] == 0:
-        return 1.0, 0.0, s["lr"], 0.0
-    keep, take = (0.0, 1.0) if s["fresh"] else (s["momentum"], 1 - s["dampening"])
-    return (keep, take, s["lr"], s["lr"] * s["momentum"]) if s["nesterov"] else (keep, take, 0.0, s["lr"])
+def _add_square(average: Tensor, values: Tensor, rate: float) -> Tensor:
+    """average ← rate · average + (1 − rate) · values², in place."""
+    return average.mul_(rate).addcmul_(values, values, value=1 - rate)
 
 
-def _squares(s: Settings, shared: dict[str, Tensor], g: Tensor, name: str, rate: float) -> Tensor:
-    return shared[name].mul_(rate).addcmul_(g, g, value=1 - rate)
+def _sgd(given: Inputs) -> Factors:
+    settings = given.settings
+    lr = settings["lr"]
+    momentum = settings["momentum"]
+    if momentum == 0:
+        return Factors(1.0, 0.0, direct=lr)
+    # PyTorch's first average is the gradient itself
+    is_fresh = bool(settings["fresh"])
+    keep = 0.0 if is_fresh else momentum
+    take = 1.0 if is_fresh else 1 - settings["dampening"]
+    if settings["nesterov"]:
+        return Factors(keep, take, direct=lr, through=lr * momentum)
+    return Factors(keep, take, through=lr)
 
 
-def _inverse(number: float, squares: Tensor, eps: float, room: Tensor | None) -> Inverse:
-    """number / (√squares + ε)."""
-    return Inverse(number, torch.sqrt(squares, out=room).add_(eps))
+def _adam(given: Inputs) -> Factors:
+    settings = given.settings
+    beta1 = settings["beta1"]
+    squares = given.average_of_squares("exp_avg_sq", settings["beta2"])
+    if settings["amsgrad"]:
+        largest = given.shared["max_exp_avg_sq"]
+        squares = torch.maximum(largest, squares, out=largest)
+    size, eps = adam_numbers(settings)
+    return Factors(beta1, 1 - beta1, through=given.inverse_root(size, squares, eps))
 
 
-def _adam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
-    if s["amsgrad"]:
-        squares = torch.maximum(shared["max_exp_avg_sq"], squares, out=shared["max_exp_avg_sq"])
-    size, eps = adam_numbers(s)
-    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size, squares, eps, room)
-
-
-def adam_numbers(s: Settings) -> tuple[float, float]:
+def adam_numbers(settings: Settings) -> tuple[float, float]:
     """size and ε of Adam's size·m / (√v + ε); what it corrects in its first steps is in them."""
-    root = math.sqrt(1 - s["beta2"] ** s["count"])
-    return s["lr"] / (1 - s["beta1"] ** s["count"]) * root, s["eps"] * root
+    root = _root_of_correction(settings)
+    return _corrected_lr(settings) * root, settings["eps"] * root
 
 
-def nadam_momentum(s: Settings, count: float) -> float:
+def _corrected_lr(settings: Settings) -> float:
+    """lr, with the average's start from zero undone."""
+    correction: float = 1 - settings["beta1"] ** settings["count"]
+    return settings["lr"] / correction
+
+
+def _root_of_correction(settings: Settings) -> float:
+    """The same for the root of the average of squares."""
+    return math.sqrt(1 - settings["beta2"] ** settings["count"])
+
+
+def nadam_momentum(settings: Settings, count: float) -> float:
     """NAdam's momentum warms up."""
-    return float(s["beta1"]) * float(1.0 - 0.5 * 0.96 ** (count * s["momentum_decay"]))
+    warmth = 1.0 - 0.5 * 0.96 ** (count * settings["momentum_decay"])
+    return float(settings["beta1"]) * float(warmth)
 
 
-def _nadam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
-    root = math.sqrt(1 - s["beta2"] ** s["count"])
-    inverse = _inverse(root, squares, s["eps"] * root, room)
-    now, coming = (nadam_momentum(s, count) for count in (s["count"], s["count"] + 1))
-    product = s["mu_product"]
-    direct = s["lr"] * (1 - now) / (1 - product)
-    through = s["lr"] * coming / (1 - product * coming)
-    return s["beta1"], 1 - s["beta1"], inverse * direct, inverse * through
+def _nadam(given: Inputs) -> Factors:
+    settings = given.settings
+    beta1 = settings["beta1"]
+    count = settings["count"]
+    squares = given.average_of_squares("exp_avg_sq", settings["beta2"])
+    root = _root_of_correction(settings)
+    inverse = given.inverse_root(root, squares, settings["eps"] * root)
+    momentum = nadam_momentum(settings, count)
+    next_momentum = nadam_momentum(settings, count + 1)
+    product = settings["mu_product"]
+    direct = settings["lr"] * (1 - momentum) / (1 - product)
+    through = settings["lr"] * next_momentum / (1 - product * next_momentum)
+    return Factors(beta1, 1 - beta1, inverse * direct, inverse * through)
 
 
-def _radam(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = _squares(s, shared, g, "exp_avg_sq", s["beta2"])
-    rest = 1 - s["beta2"] ** s["count"]
-    size = s["lr"] / (1 - s["beta1"] ** s["count"])
-    most = 2 / (1 - s["beta2"]) - 1
-    now = most - 2 * s["count"] * s["beta2"] ** s["count"] / rest
+def _radam(given: Inputs) -> Factors:
+    settings = given.settings
+    beta1 = settings["beta1"]
+    beta2 = settings["beta2"]
+    count = settings["count"]
+    squares = given.average_of_squares("exp_avg_sq", beta2)
+    size = _corrected_lr(settings)
+    # ρ∞ and ρ of the paper: how many squares an average is made of, in the long run and now
+    most = 2 / (1 - beta2) - 1
+    now = most - 2 * count * beta2**count / (1 - beta2**count)
     if now <= 5:
-        return s["beta1"], 1 - s["beta1"], 0.0, size
+        return Factors(beta1, 1 - beta1, through=size)
     rectified = math.sqrt((now - 4) * (now - 2) * most / ((most - 4) * (most - 2) * now))
-    return s["beta1"], 1 - s["beta1"], 0.0, _inverse(size * rectified * math.sqrt(rest), squares, s["eps"], room)
+    number = size * rectified * _root_of_correction(settings)
+    return Factors(beta1, 1 - beta1, through=given.inverse_root(number, squares, settings["eps"]))
 
 
-def _adagrad(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = shared["sum"].addcmul_(g, g)
-    return 1.0, 0.0, _inverse(s["lr"] / (1 + (s["count"] - 1) * s["lr_decay"]), squares, s["eps"], room), 0.0
+def _adagrad(given: Inputs) -> Factors:
+    settings = given.settings
+    squares = given.shared["sum"].addcmul_(given.pushed, given.pushed)
+    lr = settings["lr"] / (1 + (settings["count"] - 1) * settings["lr_decay"])
+    return Factors(1.0, 0.0, direct=given.inverse_root(lr, squares, settings["eps"]))
 
 
-def _rmsprop(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = _squares(s, shared, g, "square_avg", s["alpha"])
-    if s["centered"]:
-        mean = shared["grad_avg"].lerp_(g, 1 - s["alpha"])
+def _rmsprop(given: Inputs) -> Factors:
+    settings = given.settings
+    lr = settings["lr"]
+    eps = settings["eps"]
+    momentum = settings["momentum"]
+    squares = given.average_of_squares("square_avg", settings["alpha"])
+    if settings["centered"]:
+        mean = given.shared["grad_avg"].lerp_(given.pushed, 1 - settings["alpha"])
         squares = squares.addcmul(mean, mean, value=-1)
-    if s["momentum"] > 0:
-        return s["momentum"], _inverse(1.0, squares, s["eps"], room), 0.0, s["lr"]
-    return 1.0, 0.0, _inverse(s["lr"], squares, s["eps"], room), 0.0
+    if momentum > 0:
+        return Factors(momentum, given.inverse_root(1.0, squares, eps), through=lr)
+    return Factors(1.0, 0.0, direct=given.inverse_root(lr, squares, eps))
 
 
-def _adadelta(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    squares = _squares(s, shared, g, "square_avg", s["rho"])
-    ratio = shared["acc_delta"].add(s["eps"]).sqrt_().div_(squares.add(s["eps"]).sqrt_())
-    moved = ratio * g
-    _squares(s, shared, moved, "acc_delta", s["rho"])
-    return 1.0, 0.0, ratio.mul_(s["lr"]), 0.0
+def _adadelta(given: Inputs) -> Factors:
+    rate = given.settings["rho"]
+    eps = given.settings["eps"]
+    squares = given.average_of_squares("square_avg", rate)
+    moves = given.shared["acc_delta"]
+    size_of_gradient = squares.add(eps).sqrt_()
+    ratio = moves.add(eps).sqrt_().div_(size_of_gradient)
+    _add_square(moves, ratio * given.pushed, rate)
+    return Factors(1.0, 0.0, direct=ratio.mul_(given.settings["lr"]))
 
 
-def _adamax(s: Settings, shared: dict[str, Tensor], g: Tensor | None, room: Tensor | None) -> Filled:
-    assert g is not None
-    largest = shared["exp_inf"].mul_(s["beta2"])
-    torch.maximum(largest, g.abs().add_(s["eps"]), out=largest)
-    size = s["lr"] / (1 - s["beta1"] ** s["count"])
-    return s["beta1"], 1 - s["beta1"], 0.0, Inverse(size, largest if room is not None else largest.clone())
+def _adamax(given: Inputs) -> Factors:
+    settings = given.settings
+    beta1 = settings["beta1"]
+    largest = given.shared["exp_inf"].mul_(settings["beta2"])
+    torch.maximum(largest, given.pushed.abs().add_(settings["eps"]), out=largest)
+    # With room, the update is needed only until the next one changes the shared tensor
+    matrix = largest if given.room is not None else largest.clone()
+    return Factors(beta1, 1 - beta1, through=Inverse(_corrected_lr(settings), matrix))
 
 
 KINDS: dict[str, Kind] = {
@@ -375,14 +452,16 @@ def walk_back(
 
     later: what becomes of the end of these updates, if X is asked for at a later time.
     """
-    assert not KINDS[kind].elementwise
-    c = np.zeros(updates)
+    optimizer = KINDS[kind]
+    assert not optimizer.elementwise
+    coefficients = np.zeros(updates)
     columns = {name: values.tolist() for name, values in settings.items()}
     p, q = (1.0, 0.0) if of == "weight" else (0.0, 1.0)
     if later is not None:
         p = later.a
         q = later.b
-    for s in range(updates - 1, -1, -1):
-        one = KINDS[kind].linear({name: values[s] for name, values in columns.items()}, {}, None)
-        c[s], p, q = one.back(p, q)  # type: ignore[assignment]
-    return Walked(p, q, c)
+    for update in reversed(range(updates)):
+        of_update = {name: values[update] for name, values in columns.items()}
+        linear = optimizer.linear(of_update, {}, None)
+        coefficients[update], p, q = linear.back(p, q)  # type: ignore[assignment]
+    return Walked(p, q, coefficients)

@@ -8,7 +8,7 @@ backward pass: its slots that are not silent. For a classifier these are the row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -28,15 +28,32 @@ RECORDED_MEAN = "tokens"
 """What the recorder takes the loss for a mean over, where it counts curvature."""
 
 
-CALLS = ("step", "backward", "first_row", "rows", "layer", "arrival", "written")
-"""What is known of a call. arrival: the place of its error signal among those of the backward pass, the lowest is nearest to the loss; written: how
-many of its slots are not silent."""
+class Call(NamedTuple):
+    """What is known of a call of a layer in a training step."""
+
+    step: int
+    backward: int
+    first_row: int
+    """NO_ROW: the call serves all rows."""
+    rows: int
+    layer: int
+    arrival: int
+    """The place of its error signal among those of the backward pass; the lowest is nearest to the loss."""
+    written: int
+    """How many of its slots are not silent."""
+
+
+BACKWARD = ["step", "backward"]
+"""What tells backward passes apart."""
+BATCH = [*BACKWARD, "first_row"]
+"""What tells the batches of all backward passes apart."""
 
 
 def table_of_calls(calls: Sequence[Sequence[int]] | Ints) -> pl.DataFrame:
-    """A line for each call, with the numbers of CALLS."""
-    numbers = np.asarray(calls, np.int64).reshape(-1, len(CALLS))
-    return pl.DataFrame(numbers, schema=dict.fromkeys(CALLS, pl.Int64), orient="row")
+    """A line for each call, with the numbers of Call."""
+    schema = dict.fromkeys(Call._fields, pl.Int64)
+    numbers = np.asarray(calls, np.int64).reshape(-1, len(schema))
+    return pl.DataFrame(numbers, schema=schema, orient="row")
 
 
 def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
@@ -44,8 +61,16 @@ def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
     calls = []
     for block in blocks:
         silent = 0 if block.silent is None else int(block.silent.sum())
-        written = block.rows * block.positions - silent
-        calls.append((0, block.backward, block.first_row, block.rows, block.layer, block.arrival, written))
+        call = Call(
+            step=0,
+            backward=block.backward,
+            first_row=block.first_row,
+            rows=block.rows,
+            layer=block.layer,
+            arrival=block.arrival,
+            written=block.rows * block.positions - silent,
+        )
+        calls.append(call)
     return table_of_calls(calls)
 
 
@@ -56,23 +81,29 @@ def divisors(calls: pl.DataFrame, mean: str) -> Floats:
     """
     if mean == "none":
         return np.ones(calls.height)
-    backward = ["step", "backward"]
-    batch = [*backward, "first_row"]
-    has_rows = (pl.col("first_row") != NO_ROW) & (pl.col("rows") > 0)
-    # In every batch of every backward pass, the call nearest to the loss comes first; of the layers of one module, the last
-    nearest_first = calls.filter(has_rows).sort([*batch, "arrival", "layer"], descending=[False] * 4 + [True])
-    at_output = pl.col("layer") == pl.col("layer").first()
-    count = pl.col("written").filter(at_output).sum() if mean == "tokens" else pl.col("rows").first()
-    of_batches = nearest_first.group_by(batch, maintain_order=True).agg(
-        count.clip(lower_bound=1).cast(pl.Float64).alias("of_batch"), pl.col("arrival").first()
-    )
-    of_passes = of_batches.group_by(backward).agg(pl.col("of_batch").sort_by("arrival").first().alias("of_pass"))
-    known = calls.join(of_batches, on=batch, how="left", maintain_order="left")
-    known = known.join(of_passes, on=backward, how="left", maintain_order="left")
     is_shared = pl.col("first_row") == NO_ROW
+    has_rows = ~is_shared & (pl.col("rows") > 0)
+    of_batches = _means_of_batches(calls.filter(has_rows), mean)
+    nearest_batch = pl.col("of_batch").sort_by("arrival").first()
+    of_passes = of_batches.group_by(BACKWARD).agg(nearest_batch.alias("of_pass"))
+    known = calls.join(of_batches, on=BATCH, how="left", maintain_order="left")
+    known = known.join(of_passes, on=BACKWARD, how="left", maintain_order="left")
     divisor = pl.when(is_shared).then("of_pass").when(has_rows).then("of_batch").fill_null(1.0)
     found: Floats = known.select(divisor.alias("divisor"))["divisor"].to_numpy()
     return found
+
+
+def _means_of_batches(calls: pl.DataFrame, mean: str) -> pl.DataFrame:
+    """What the loss of each batch was a mean over (`of_batch`), and the arrival of the call that is nearest to it."""
+    # Of the layers of one module, the last is nearest to the loss
+    nearest_first = calls.sort([*BATCH, "arrival", "layer"], descending=[False] * 4 + [True])
+    rows = pl.col("rows").first()
+    is_at_loss = pl.col("layer") == pl.col("layer").first()
+    tokens = pl.col("written").filter(is_at_loss).sum()
+    count = tokens if mean == "tokens" else rows
+    of_batch = count.clip(lower_bound=1).cast(pl.Float64)
+    arrival = pl.col("arrival").first()
+    return nearest_first.group_by(BATCH, maintain_order=True).agg(of_batch.alias("of_batch"), arrival)
 
 
 class LossMean:
@@ -81,24 +112,31 @@ class LossMean:
     def __init__(self, store: Store, mean: str = "tokens"):
         """mean: one of LOSS_MEANS."""
         self.mean = mean
-        chunks = [chunk for layer in store.manifest.layers for chunk in store.addresses(layer.name)]
-        found = divisors(_calls(chunks), mean)
-        ends = np.cumsum([len(chunk.blocks) for chunk in chunks])
-        parts = np.split(found, ends[:-1]) if chunks else []
-        self._of_chunk = {_key(chunk): part for chunk, part in zip(chunks, parts, strict=True)}
+        layers = store.manifest.layers
+        chunks = [chunk for layer in layers for chunk in store.addresses(layer.name)]
+        of_calls = divisors(_calls(chunks), mean)
+        self._of_chunk: dict[tuple[int, int], Floats] = {}
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk.blocks)
+            self._of_chunk[_key(chunk)] = of_calls[start:end]
+            start = end
 
     def of_blocks(self, chunk: SlotChunk) -> Floats:
         """(blocks,): by what error signals were divided."""
-        return self._of_chunk[_key(chunk)][: len(chunk.blocks)]
+        of_chunk = self._of_chunk[_key(chunk)]
+        return of_chunk[: len(chunk.blocks)]
 
     def of_slots(self, chunk: SlotChunk, low: int, high: int, dtype: torch.dtype) -> Tensor:
         """(slots,): the same for the slots low to high."""
-        return torch.from_numpy(chunk.per_slot(self.of_blocks(chunk))[low:high]).to(dtype)
+        of_slots = chunk.per_slot(self.of_blocks(chunk))
+        return torch.from_numpy(of_slots[low:high]).to(dtype)
 
     def of_some(self, chunk: SlotChunk, slots: Ints, dtype: torch.dtype) -> Tensor:
         """(slots,): the same for some slots, by their places in the chunk."""
         blocks = np.searchsorted(chunk.starts, slots, "right") - 1
-        return torch.from_numpy(self.of_blocks(chunk)[blocks]).to(dtype)
+        of_slots = self.of_blocks(chunk)[blocks]
+        return torch.from_numpy(of_slots).to(dtype)
 
 
 def _key(chunk: SlotChunk) -> tuple[int, int]:
@@ -107,18 +145,20 @@ def _key(chunk: SlotChunk) -> tuple[int, int]:
 
 def _calls(chunks: Sequence[SlotChunk]) -> pl.DataFrame:
     """The calls of some chunks, one chunk's after the other's. Those without slots count for nothing."""
-    found = [np.zeros((0, len(CALLS)), np.int64)]
+    tables = [np.zeros((0, len(Call._fields)), np.int64)]
     for chunk in chunks:
         step, backward, _, first_row, rows, _, arrival = chunk.blocks.T
         layer = np.full_like(step, chunk.number)
-        found.append(np.stack([step, backward, first_row, rows, layer, arrival, _written(chunk)], 1))
-    return table_of_calls(np.concatenate(found))
+        columns = [step, backward, first_row, rows, layer, arrival, _written(chunk)]
+        tables.append(np.stack(columns, axis=1))
+    return table_of_calls(np.concatenate(tables))
 
 
 def _written(chunk: SlotChunk) -> Ints:
     """(blocks,): how many slots of each block are not silent."""
     if chunk.silent is None:
         return chunk.counts
-    ends = np.append(0, np.cumsum(~chunk.silent))
-    written: Ints = ends[chunk.starts + chunk.counts] - ends[chunk.starts]
+    written_before = np.append(0, np.cumsum(~chunk.silent))
+    ends = chunk.starts + chunk.counts
+    written: Ints = written_before[ends] - written_before[chunk.starts]
     return written

@@ -20,15 +20,19 @@ from dualform.layers.streams import Layer, Use
 
 TOLERANCE = 1e-3
 """How far a probe may be off, relative to its largest number: modules may compute in 16 bits."""
-PROBED_ROWS, PROBED_POSITIONS = 2, 3
+PROBED_ROWS = 2
+PROBED_POSITIONS = 3
 
 
 def is_elementwise(module: nn.Module) -> bool:
     """Whether a module of unknown type multiplies by its only parameter, entry by entry."""
     vector = _only_vector(module)
-    if vector is None or vector.device.type == "meta" or "forward" in vars(module) or not _takes_one_tensor(module):
+    if vector is None or vector.device.type == "meta":
         return False
-    with torch.random.fork_rng(devices=[]), torch.autocast(vector.device.type, enabled=False):
+    if "forward" in vars(module) or not _takes_one_tensor(module):
+        return False
+    without_autocast = torch.autocast(vector.device.type, enabled=False)
+    with torch.random.fork_rng(devices=[]), without_autocast:
         torch.manual_seed(0)
         try:
             return _probe(module, vector)
@@ -44,15 +48,17 @@ def name_of_vector(module: nn.Module) -> str:
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     """Its only linear map."""
-    short = name_of_vector(module)
-    size = module.get_parameter(short).numel()
-    return [Layer(name, "elementwise", size, size, (Use(named(short), "scale"),), form="parts")]
+    own_name = name_of_vector(module)
+    size = module.get_parameter(own_name).numel()
+    use = Use(named(own_name), "scale")
+    return [Layer(name, "elementwise", size, size, (use,), form="parts")]
 
 
 def save_input(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
     """What slots are computed from."""
     positional, named = arguments
-    return (positional[0] if positional else next(iter(named.values())),)
+    every = (*positional, *named.values())
+    return (every[0],)
 
 
 def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
@@ -93,43 +99,52 @@ def _forward(module: nn.Module, vector: Tensor, given: Tensor) -> Tensor:
 
 def _only_vector(module: nn.Module) -> nn.Parameter | None:
     """Its parameter, if that is all it has."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     has_more = bool(module._modules) or any(buffer is not None for buffer in module._buffers.values())
-    if has_more or len(own) != 1 or own[0].dim() != 1 or not own[0].is_floating_point():
+    if has_more or len(parameters) != 1:
         return None
-    return own[0]
+    [parameter] = parameters
+    is_vector = parameter.dim() == 1 and parameter.is_floating_point()
+    return parameter if is_vector else None
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
-    required = [
-        parameter
-        for parameter in inspect.signature(type(module).forward).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    return len(required) == 2  # self and the input
+    signature = inspect.signature(type(module).forward)
+    required = 0
+    for parameter in signature.parameters.values():
+        has_default = parameter.default is not parameter.empty
+        if not has_default and parameter.kind is not parameter.VAR_KEYWORD:
+            required += 1
+    return required == 2  # self and the input
 
 
 def _probe(module: nn.Module, vector: nn.Parameter) -> bool:
     """Try the module on random numbers."""
-    size = vector.numel()
-    given = torch.randn(PROBED_ROWS, PROBED_POSITIONS, size, device=vector.device).to(vector.dtype)
-    one = torch.randn(size, device=vector.device).to(vector.dtype)
-    other = torch.randn(size, device=vector.device).to(vector.dtype)
+    given = _random_like(vector, PROBED_ROWS, PROBED_POSITIONS)
+    one = _random_like(vector)
+    other = _random_like(vector)
+    vectors = [one, other, one + other, torch.zeros_like(one)]
     with torch.no_grad():
-        outputs = [_forward(module, weights, given) for weights in (one, other, one + other, torch.zeros_like(one))]
+        outputs = [_forward(module, weights, given) for weights in vectors]
     if any(not isinstance(output, Tensor) or output.shape != given.shape for output in outputs):
         return False
-    is_linear = _is_close(outputs[0] + outputs[1], outputs[2] + outputs[3])
+    of_one, of_other, of_sum, of_zeros = outputs
+    if not _is_close(of_one + of_other, of_sum + of_zeros):
+        return False
     # The gradient at one place must come from the error signal of that place alone
-    error = torch.zeros_like(outputs[0])
+    error = torch.zeros_like(of_one)
     error[0, 1, 0] = 1
     parts = gradient_by_place(module, one, given, error)
-    elsewhere = parts.clone()
-    elsewhere[0, 1, 0] = 0
-    return is_linear and bool(parts[0, 1, 0] != 0) and not bool(elsewhere.any())
+    return bool(parts[0, 1, 0] != 0) and int(parts.count_nonzero()) == 1
+
+
+def _random_like(vector: Tensor, *lead: int) -> Tensor:
+    random = torch.randn(*lead, vector.numel(), device=vector.device)
+    return random.to(vector.dtype)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
     scale = max(float(one.abs().max()), float(other.abs().max()))
-    coarse = torch.finfo(one.dtype).eps * 8
-    return float((one - other).abs().max()) <= max(TOLERANCE, coarse) * scale
+    tolerance = max(TOLERANCE, 8 * torch.finfo(one.dtype).eps)
+    difference = float((one - other).abs().max())
+    return difference <= tolerance * scale

@@ -1,10 +1,12 @@
-"""The forms of keys, with the few products that are ever asked of them. All are (slots, d_in) in spirit."""
+"""The forms of keys, with the few products that are ever asked of them. All are (slots, d_in) in spirit.
+
+`Vectors` says what each product is; the other forms give the same without making the vectors.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,45 +14,24 @@ from torch import Tensor
 
 from dualform.layers.streams import Geometry, Layer
 
-
-class Keys(Protocol):
-    """Keys of some slots."""
-
-    def __len__(self) -> int: ...
-
-    def project(self, random: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
-        """keys @ random, (n, k), or for each group (n, groups, k)."""
-
-    def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
-        """Σ error ⊗ key over the slots, (d_out, d_in / groups)."""
-
-    def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
-        """query · key, (queries, n)."""
-
-    def vectors(self) -> Tensor:
-        """The keys themselves, (n, d_in)."""
-
-    def squared(self) -> Keys:
-        """Each number squared."""
-
-    def square_norms(self) -> Tensor:
-        """‖key‖², (n,)."""
-
-    def to(self, dtype: torch.dtype) -> Keys:
-        """The same keys in another type of numbers."""
+Columns = Sequence[int]
+"""begin, end, begin, end … of some columns; empty: all of them."""
 
 
-def part(tensor: Tensor, ranges: Sequence[int]) -> Tensor:
-    """Some columns, given by where they begin and end."""
-    if not ranges:
+def part(tensor: Tensor, columns: Columns) -> Tensor:
+    """Some columns of a tensor."""
+    if not columns:
         return tensor
-    pieces = [tensor[..., low:high] for low, high in zip(ranges[::2], ranges[1::2], strict=True)]
+    begins = columns[::2]
+    ends = columns[1::2]
+    pieces = [tensor[..., begin:end] for begin, end in zip(begins, ends, strict=True)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
 def in_groups(tensor: Tensor, groups: int) -> Tensor:
     """(n, d) → (n, groups, d / groups)."""
-    return tensor.reshape(len(tensor), groups, tensor.shape[1] // groups)
+    count, width = tensor.shape
+    return tensor.reshape(count, groups, width // groups)
 
 
 class Vectors:
@@ -62,25 +43,29 @@ class Vectors:
     def __len__(self) -> int:
         return len(self.data)
 
-    def project(self, random: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
-        """keys @ random."""
+    def project(self, random: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
+        """keys @ random, (n, k), or for each group (n, groups, k)."""
         data = part(self.data, columns)
-        return data @ random if groups == 1 else in_groups(data, groups) @ random
+        if groups == 1:
+            return data @ random
+        return in_groups(data, groups) @ random
 
-    def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
-        """Σ error ⊗ key."""
+    def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
+        """Σ error ⊗ key over the slots, (d_out, d_in / groups)."""
         data = part(self.data, columns)
         if groups == 1:
             return errors.T @ data
-        apart = in_groups(errors, groups).permute(1, 2, 0) @ in_groups(data, groups).transpose(0, 1)
-        return apart.reshape(errors.shape[1], data.shape[1] // groups)
+        errors_by_group = in_groups(errors, groups).permute(1, 2, 0)
+        keys_by_group = in_groups(data, groups).transpose(0, 1)
+        return (errors_by_group @ keys_by_group).flatten(0, 1)
 
-    def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
-        """query · key."""
-        return part(queries, columns) @ part(self.data, columns).T
+    def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
+        """query · key, (queries, n)."""
+        keys = part(self.data, columns)
+        return part(queries, columns) @ keys.T
 
     def vectors(self) -> Tensor:
-        """The keys themselves."""
+        """The keys themselves, (n, d_in)."""
         return self.data
 
     def squared(self) -> Vectors:
@@ -88,7 +73,7 @@ class Vectors:
         return Vectors(self.data.square())
 
     def square_norms(self) -> Tensor:
-        """‖key‖²."""
+        """‖key‖², (n,)."""
         return self.data.square().sum(1)
 
     def to(self, dtype: torch.dtype) -> Vectors:
@@ -97,31 +82,43 @@ class Vectors:
 
     def some(self, which: Tensor | slice) -> Vectors:
         """Those of some slots, by their places."""
-        return Vectors(self.data[which] if isinstance(which, slice) else self.data.index_select(0, which))
+        if isinstance(which, slice):
+            return Vectors(self.data[which])
+        return Vectors(self.data.index_select(0, which))
 
 
 class Numbers:
     """One-hot keys, by the place of their one; −1 stands for a key of zeros."""
 
     def __init__(self, places: Tensor, d_in: int, dtype: torch.dtype):
-        self.places, self._d_in, self._dtype = places.reshape(-1).long(), d_in, dtype
+        self.places = places.reshape(-1).long()
+        self._d_in = d_in
+        self._dtype = dtype
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def project(self, random: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
+    def project(self, random: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """keys @ random."""
         return random[self.places]
 
-    def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
+    def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """Σ error ⊗ key."""
-        return torch.zeros(self._d_in, errors.shape[1], dtype=errors.dtype).index_add_(0, self.places, errors).T
+        d_out = errors.shape[1]
+        table = torch.zeros(self._d_in, d_out, dtype=errors.dtype)
+        return table.index_add_(0, self.places, errors).T
 
-    def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
+    def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
         """query · key; queries are numbers too, or vectors."""
         if queries.shape[-1] == self._d_in > 1:
             return queries[..., self.places].to(self._dtype)
-        return (queries.reshape(-1, 1).long() == self.places).to(self._dtype)
+        is_equal = queries.reshape(-1, 1).long() == self.places
+        return is_equal.to(self._dtype)
+
+    def vectors(self) -> Tensor:
+        """The keys themselves."""
+        one_hot = F.one_hot(self.places, self._d_in)
+        return one_hot.to(self._dtype)
 
     def squared(self) -> Numbers:
         """Each number squared: ones stay ones."""
@@ -139,88 +136,114 @@ class Numbers:
         """Those of some slots."""
         return Numbers(self.places[which], self._d_in, self._dtype)
 
-    def vectors(self) -> Tensor:
-        """The keys themselves."""
-        return F.one_hot(self.places, self._d_in).to(self._dtype)
-
 
 class Maps:
     """Patches of feature maps (n, channels, *size): the key of a slot is the patch that its output was computed from."""
 
     def __init__(self, maps: Tensor, geometry: Geometry):
-        self.geometry, self.size = geometry, tuple(maps.shape[2:])
-        axes = len(self.size)
-        pads = [n for axis in reversed(range(axes)) for n in geometry.padding[2 * axis : 2 * axis + 2]]
-        if any(pads):
-            mode = "constant" if geometry.mode == "zeros" else geometry.mode
-            maps = F.pad(maps, pads, mode=mode) if maps.numel() else maps.new_zeros(
-                *maps.shape[:2], *(n + geometry.padding[2 * i] + geometry.padding[2 * i + 1] for i, n in enumerate(self.size))
-            )  # fmt: skip
-        self.maps = maps
+        self.geometry = geometry
+        self.size = tuple(maps.shape[2:])
+        self.maps = _with_border(maps, geometry)
 
     def __len__(self) -> int:
-        return len(self.maps) * math.prod(self.geometry.positions(self.size))
+        positions = self.geometry.positions(self.size)
+        return len(self.maps) * math.prod(positions)
 
-    def project(self, random: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
+    def project(self, random: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """keys @ random: a convolution."""
-        geometry, count = self.geometry, random.shape[1]
-        filters = random.T.reshape(count, geometry.channels // groups, *geometry.kernel).repeat(
-            groups, *[1] * (1 + len(self.size))
-        )
-        convolution = (F.conv1d, F.conv2d, F.conv3d)[len(self.size) - 1]
-        found = convolution(self.maps, filters, None, geometry.stride, 0, geometry.dilation, groups).flatten(2)
-        found = found.reshape(len(self.maps), groups, count, found.shape[-1]).permute(0, 3, 1, 2)
-        return found.reshape(-1, count) if groups == 1 else found.reshape(-1, groups, count)
+        geometry = self.geometry
+        axes = len(self.size)
+        count = random.shape[1]
+        of_one_group = random.T.reshape(count, geometry.channels // groups, *geometry.kernel)
+        filters = of_one_group.repeat(groups, *[1] * (1 + axes))
+        convolution = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
+        products = convolution(self.maps, filters, None, geometry.stride, 0, geometry.dilation, groups).flatten(2)
+        positions = products.shape[2]
+        by_group = products.reshape(len(self.maps), groups, count, positions)
+        by_position = by_group.permute(0, 3, 1, 2)
+        if groups == 1:
+            return by_position.reshape(-1, count)
+        return by_position.reshape(-1, groups, count)
 
-    def outer(self, errors: Tensor, columns: Sequence[int] = (), groups: int = 1) -> Tensor:
+    def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """Σ error ⊗ key: the gradient of a convolution's weight."""
-        geometry, d_out, axes = self.geometry, errors.shape[1], len(self.size)
+        geometry = self.geometry
+        d_out = errors.shape[1]
         if not len(errors):
             return errors.new_zeros(d_out, geometry.patch // groups)
-        apart = errors.reshape(len(self.maps), len(errors) // len(self.maps), d_out).transpose(1, 2).reshape(
-            len(self.maps), d_out, *geometry.positions(self.size)
-        )  # fmt: skip
+        positions = geometry.positions(self.size)
+        by_map = errors.reshape(len(self.maps), math.prod(positions), d_out).transpose(1, 2)
+        error_maps = by_map.reshape(len(self.maps), d_out, *positions)
         weight = errors.new_empty(d_out, geometry.channels // groups, *geometry.kernel)
-        found: Tensor = torch.ops.aten.convolution_backward(
-            apart.contiguous(), self.maps, weight, None, geometry.stride, [0] * axes, geometry.dilation, False, [0] * axes, groups,
-            [False, True, False],
-        )[1]  # fmt: skip
-        return found.reshape(d_out, -1)
+        no_padding = [0] * len(self.size)
+        gradients: Sequence[Tensor] = torch.ops.aten.convolution_backward(
+            error_maps.contiguous(),
+            self.maps,
+            weight,
+            None,
+            geometry.stride,
+            no_padding,
+            geometry.dilation,
+            False,  # not transposed
+            no_padding,
+            groups,
+            [False, True, False],  # of input, weight and bias, only the weight's gradient
+        )
+        return gradients[1].flatten(1)
 
-    def dot(self, queries: Tensor, columns: Sequence[int] = ()) -> Tensor:
+    def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
         """query · key."""
-        return part(queries, columns) @ part(self.vectors(), columns).T
+        return Vectors(self.vectors()).dot(queries, columns)
+
+    def vectors(self) -> Tensor:
+        """The patches, (n, channels × kernel)."""
+        geometry = self.geometry
+        axes = len(self.size)
+        patches = self.maps  # (maps, channels, *positions, *kernel) in the end
+        for axis, span in enumerate(geometry.spans):
+            stride = geometry.stride[axis]
+            dilation = geometry.dilation[axis]
+            patches = patches.unfold(2 + axis, span, stride)[..., ::dilation]
+        positions = range(2, 2 + axes)
+        kernel = range(2 + axes, 2 + 2 * axes)
+        return patches.permute(0, *positions, 1, *kernel).reshape(-1, geometry.patch)
 
     def squared(self) -> Maps:
         """Each number squared."""
         return self._with(self.maps.square())
-
-    def to(self, dtype: torch.dtype) -> Maps:
-        """The same keys in another type of numbers."""
-        return self._with(self.maps.to(dtype))
-
-    def _with(self, maps: Tensor) -> Maps:
-        """Patches of other maps that are padded already."""
-        found = Maps.__new__(Maps)
-        found.geometry = self.geometry
-        found.size = self.size
-        found.maps = maps
-        return found
 
     def square_norms(self) -> Tensor:
         """‖key‖²."""
         ones = self.maps.new_ones(self.geometry.patch, 1)
         return self.squared().project(ones)[:, 0]
 
-    def vectors(self) -> Tensor:
-        """The patches, (n, channels × kernel)."""
-        found, geometry, axes = self.maps, self.geometry, len(self.size)
-        for axis in range(axes):
-            span = geometry.dilation[axis] * (geometry.kernel[axis] - 1) + 1
-            found = found.unfold(2 + axis, span, geometry.stride[axis])[..., :: geometry.dilation[axis]]
-        places = list(range(2, 2 + axes))
-        found = found.permute(0, *places, 1, *(axes + place for place in places))
-        return found.reshape(-1, geometry.patch)
+    def to(self, dtype: torch.dtype) -> Maps:
+        """The same keys in another type of numbers."""
+        return self._with(self.maps.to(dtype))
+
+    def _with(self, maps: Tensor) -> Maps:
+        """Patches of other maps that have their border already."""
+        made = Maps.__new__(Maps)
+        made.geometry = self.geometry
+        made.size = self.size
+        made.maps = maps
+        return made
+
+
+Keys = Vectors | Numbers | Maps
+"""Keys of some slots."""
+
+
+def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
+    if not any(geometry.padding):
+        return maps
+    befores = geometry.padding[::2]
+    afters = geometry.padding[1::2]
+    pads: list[int] = []
+    for before, after in zip(befores, afters, strict=True):
+        pads = [before, after, *pads]  # F.pad wants the last axis first
+    is_constant = geometry.mode == "zeros" or not maps.numel()  # other modes refuse empty maps
+    return F.pad(maps, pads, mode="constant" if is_constant else geometry.mode)
 
 
 def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtype) -> Keys:
@@ -229,4 +252,5 @@ def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtyp
         return Numbers(stored, layer.d_in, dtype)
     if layer.geometry is None:
         return Vectors(stored)
-    return Maps(stored.reshape(-1, layer.geometry.channels, *size), layer.geometry)
+    maps = stored.reshape(-1, layer.geometry.channels, *size)
+    return Maps(maps, layer.geometry)

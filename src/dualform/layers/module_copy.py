@@ -51,19 +51,17 @@ class Copier:
         known = self._copies.get(id(value))
         if known is not None:
             return known
-        if type(value) in weakref.ProxyTypes:  # which claims to be of the type that it refers to
-            return value
+        copy_value = _COPIES.get(type(value))
+        if copy_value is not None:
+            return copy_value(self, value)
         if isinstance(value, torch.jit.ScriptModule):  # its parts are out of reach, so its weights are copied too
             return self._keep(value, copy.deepcopy(value))
         if isinstance(value, nn.Module):
             return self._copy_module(value)
         if isinstance(value, Tensor):
             return self._keep(value, _copy_tensor(value))
-        copy_value = _COPIES.get(type(value))
-        if copy_value is not None:
-            return copy_value(self, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.copy(item) for item in value))
+            return type(value)(*self._copy_tuple(value))
         if _is_plain_object(value) and _can_be_copied(value):
             return self._copy_object(value)
         return value
@@ -98,24 +96,19 @@ class Copier:
         return made
 
     def _copy_dictionary(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        made = self._keep(value, type(value)())
+        made = self._keep(value, value.copy())
         for key, item in value.items():  # not update(), which adds up in a Counter
             made[key] = self.copy(item)
         return made
 
-    def _copy_default_dictionary(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
-        made: defaultdict[Any, Any] = self._keep(value, defaultdict(self.copy(value.default_factory)))
-        for key, item in value.items():
-            made[key] = self.copy(item)
+    def _copy_default_dictionary(self, value: defaultdict[Any, Any]) -> Any:
+        made: Any = self._copy_dictionary(value)
+        made.default_factory = self.copy(value.default_factory)
         return made
 
-    def _copy_list(self, value: list[Any]) -> list[Any]:
-        made: list[Any] = self._keep(value, [])
-        made.extend(self.copy(item) for item in value)
-        return made
-
-    def _copy_deque(self, value: deque[Any]) -> deque[Any]:
-        made: deque[Any] = self._keep(value, deque(maxlen=value.maxlen))
+    def _copy_list(self, value: list[Any] | deque[Any]) -> list[Any] | deque[Any]:
+        made = self._keep(value, value.copy())  # a deque keeps its longest length
+        made.clear()
         made.extend(self.copy(item) for item in value)
         return made
 
@@ -171,7 +164,7 @@ _COPIES: dict[type, Callable[[Copier, Any], Any]] = {
     defaultdict: Copier._copy_default_dictionary,
     list: Copier._copy_list,
     tuple: Copier._copy_tuple,
-    deque: Copier._copy_deque,
+    deque: Copier._copy_list,
     set: lambda self, value: self._keep(value, set(value)),
     bytearray: Copier._copy_deeply,
     np.ndarray: lambda self, value: self._keep(value, value.copy()),
@@ -182,6 +175,9 @@ _COPIES: dict[type, Callable[[Copier, Any], Any]] = {
     types.MethodType: Copier._copy_method,
     types.FunctionType: Copier._copy_function,
     functools.partial: Copier._copy_partial,
+    # Proxies claim to be of the type that they refer to
+    weakref.ProxyType: lambda self, value: value,
+    weakref.CallableProxyType: lambda self, value: value,
 }
 """How values of these types are copied."""
 

@@ -7,7 +7,8 @@ computed once more, step by step, and a small autograd pass of its own gives the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,16 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from dualform.layers.autocast import Autocast
+from dualform.layers.slot_source import Arguments, Errors
 
-KINDS: tuple[type[nn.Module], ...] = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+KINDS: tuple[type[nn.Module], ...] = (
+    nn.LSTM,
+    nn.GRU,
+    nn.RNN,
+    nn.LSTMCell,
+    nn.GRUCell,
+    nn.RNNCell,
+)
 
 
 @dataclass(frozen=True)
@@ -57,29 +66,45 @@ def outputs(value: Any) -> list[Tensor]:
 
 def why_left_out(module: nn.Module) -> str | None:
     """Why a module cannot be recorded, or None."""
-    kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
-    if kind is None:
-        return f"its type {type(module).__name__} is none of {', '.join(kind.__name__ for kind in KINDS)}"
-    if type(module).forward is not kind.forward:
-        return f"its type {type(module).__name__} has a forward of its own"
+    type_name = type(module).__name__
+    kinds = [kind for kind in KINDS if isinstance(module, kind)]
+    if not kinds:
+        known = ", ".join(kind.__name__ for kind in KINDS)
+        return f"its type {type_name} is none of {known}"
+    if type(module).forward is not kinds[0].forward:
+        return f"its type {type_name} has a forward of its own"
     if parametrize.is_parametrized(module):
         return "its weights are parametrised: the trained parameters are others"
     if getattr(module, "proj_size", 0):
         return "it projects its hidden states (proj_size), and the keys of weight_hr are not recorded"
-    for weight in (weight for group in _weights(module) for weight in group):
-        if not isinstance(weight, nn.Parameter):
-            return "one of its weights is no parameter (old-style weight normalisation)"
-        if weight.dtype not in (torch.float32, torch.float64):
-            return f"its weights are {str(weight.dtype).removeprefix('torch.')}; float32 and float64 can be recorded"
-        if weight.device.type != "cpu" and isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            return f"its dropout runs on {weight.device.type}, and only masks drawn on the CPU can be drawn again"
+    weights = itertools.chain(*_weights(module))
+    reasons = (_why_weight_is_left_out(weight, _dropout_between_layers(module)) for weight in weights)
+    return next(filter(None, reasons), None)
+
+
+def _why_weight_is_left_out(weight: Tensor, dropout: float) -> str | None:
+    if not isinstance(weight, nn.Parameter):
+        return "one of its weights is no parameter (old-style weight normalisation)"
+    if weight.dtype not in (torch.float32, torch.float64):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"its weights are {dtype}; float32 and float64 can be recorded"
+    device = weight.device.type
+    if device != "cpu" and dropout:
+        return f"its dropout runs on {device}, and only masks drawn on the CPU can be drawn again"
     return None
+
+
+def _dropout_between_layers(module: nn.Module) -> float:
+    """The dropout of a module in training; 0 if it has one layer, or no dropout at all."""
+    if not isinstance(module, nn.RNNBase) or module.num_layers == 1:
+        return 0.0
+    return float(module.dropout)
 
 
 def unroll(
     module: nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    errors: Sequence[Tensor | None] | None = None,
+    arguments: Arguments,
+    errors: Errors = None,
     rng: Tensor | None = None,
     autocast: Autocast | None = None,
 ) -> list[Unrolled]:
@@ -90,31 +115,30 @@ def unroll(
     during the call; then error signals have its 16-bit type.
     """
     is_cast = autocast is not None and autocast.is_on
-    call = _Call(module, *arguments, is_cast=is_cast)
-    walks: list[_Walk] = []
-    x = call.x
-    masks = call.masks(rng)
-    context = autocast.again() if autocast is not None else torch.autocast(x.device.type, enabled=False)
+    call = _Call(module, arguments, is_cast=is_cast)
+    off = torch.autocast(call.x.device.type, enabled=False)
+    context = off if autocast is None else autocast.again()
     with torch.set_grad_enabled(errors is not None), context:
-        for place in range(len(call.weights)):
-            walks.append(_walk(call, x, place))
-            if (place + 1) % call.sides == 0:
-                x = torch.cat([walk.hidden for walk in walks[-call.sides :]], dim=-1)
-                x = x * masks.pop(0).to(x.dtype) if masks else x
-        found = [None] * len(walks) if errors is None else _errors(call, walks, x, errors)
-    return [Unrolled(name, walk.keys, error) for name, walk, error in zip(names(module), walks, found, strict=True)]
+        walks, output = _walk_layers(call, call.masks(rng))
+        found: Sequence[Tensor | None] = [None] * len(walks)
+        if errors is not None:
+            found = _errors(call, walks, output, errors)
+    named = zip(names(module), walks, found, strict=True)
+    return [Unrolled(name, walk.keys, error) for name, walk, error in named]
 
 
-def shown_keys(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output: Tensor) -> Tensor | None:
+def shown_keys(module: nn.Module, arguments: Arguments, output: Tensor) -> Tensor | None:
     """(time, rows, d_input + d_hidden): the keys of a call whose output shows all hidden states; None where it does not.
 
     It does for one layer in one direction, and then nothing needs to be computed.
     """
-    call = _Call(module, *arguments)
-    if not isinstance(module, nn.RNNBase) or len(call.weights) > 1 or call.packed is not None or not len(call.x):
+    call = _Call(module, arguments)
+    is_single = isinstance(module, nn.RNNBase) and len(call.weights) == 1
+    if not is_single or call.packed is not None or not len(call.x):
         return None
-    before = torch.cat([call.state[0], call.sequence(output)[:-1]])
-    return torch.cat([call.x, before], dim=-1)
+    hidden = call.sequence(output)
+    hidden_before = torch.cat([call.state[0], hidden[:-1]])
+    return torch.cat([call.x, hidden_before], dim=-1)
 
 
 def _weights(module: nn.Module) -> list[list[Tensor]]:
@@ -128,10 +152,9 @@ def _weights(module: nn.Module) -> list[list[Tensor]]:
 class _Call:
     """One call of a module, as (time, rows, features) with the rows in the caller's order; a cell has one time."""
 
-    def __init__(
-        self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], *, is_cast: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments, *, is_cast: bool = False) -> None:
         """is_cast: it ran under autocast, and what came in keeps its own type."""
+        positional, named = arguments
         given = dict(zip(("input", "hx"), positional, strict=False)) | named
         entry = given["input"]
         state = given.get("hx")
@@ -140,40 +163,61 @@ class _Call:
         self.weights = [[weight.detach() for weight in group] for group in _weights(module)]
         self.hidden = self.weights[0][1].shape[1]
         self.sides = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
+        self.layers = len(self.weights) // self.sides
         self.packed = entry if isinstance(entry, PackedSequence) else None
         self.x = self.sequence(outputs(entry)[0])
-        self.alive = None if self.packed is None else self.sequence(torch.ones_like(self.packed.data[:, :1])) > 0
-        zeros = self.x.new_zeros(len(self.weights), self.x.shape[1], self.hidden)
-        start = [zeros, zeros] if isinstance(module, nn.LSTM | nn.LSTMCell) else [zeros]
-        self.state = start if state is None else [self.stacked(part) for part in outputs(state)]
+        self.alive: Tensor | None = None  # (time, rows, 1): before the end of each sequence
+        if self.packed is not None:
+            ones = torch.ones_like(self.packed.data[:, :1])
+            self.alive = self.sequence(ones) > 0
+        if state is not None:
+            self.state = [self.stacked(part) for part in outputs(state)]
+        else:
+            rows = self.x.shape[1]
+            zeros = self.x.new_zeros(len(self.weights), rows, self.hidden)
+            has_cell_state = isinstance(module, nn.LSTM | nn.LSTMCell)
+            self.state = [zeros, zeros] if has_cell_state else [zeros]
 
     def stacked(self, state: Tensor) -> Tensor:
         """An initial or final state → (layers × directions, rows, d_hidden)."""
         if isinstance(self.module, nn.RNNCellBase):
             state = state.reshape(1, -1, state.shape[-1])
-        apart = (state if state.dim() == 3 else state.unsqueeze(1)).detach()
-        return apart if self._is_cast else apart.to(self.weights[0][0])
+        state = state.detach()
+        if state.dim() != 3:
+            state = state.unsqueeze(1)
+        if self._is_cast:
+            return state
+        return state.to(self.weights[0][0])
 
     def sequence(self, values: Tensor) -> Tensor:
         """An input or output (of a packed sequence its data) → (time, rows, features), zero after a sequence's end."""
         if self.packed is not None:
-            return self.stacked(pad_packed_sequence(PackedSequence(values, *self.packed[1:]))[0])
-        turned = isinstance(self.module, nn.RNNBase) and self.module.batch_first and values.dim() == 3
-        return self.stacked(values.transpose(0, 1) if turned else values)
+            padded, _ = pad_packed_sequence(PackedSequence(values, *self.packed[1:]))
+            return self.stacked(padded)
+        is_batch_first = isinstance(self.module, nn.RNNBase) and self.module.batch_first
+        if is_batch_first and values.dim() == 3:
+            values = values.transpose(0, 1)
+        return self.stacked(values)
 
     def masks(self, rng: Tensor | None) -> list[Tensor]:
         """What dropout multiplied the output of each layer but the last by; torch draws time first, or packed data."""
         module = self.module
-        if not (isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1):
+        probability = _dropout_between_layers(module)
+        if not module.training or not probability:
             return []
         if rng is None or self.x.device.type != "cpu":
             raise RuntimeError("Dropout between layers needs rng, the CPU's random state just before the forward.")
-        lead = self.x.shape[:2] if self.packed is None else self.packed.data.shape[:1]
-        ones = self.x.new_ones(*lead, self.sides * self.hidden)
+        width = self.sides * self.hidden
+        lead = self.x.shape[:2]
+        if self.packed is not None:
+            lead = self.packed.data.shape[:1]
+        ones = self.x.new_ones(*lead, width)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
-            drawn = [dropout(ones, module.dropout) for _ in range(module.num_layers - 1)]
-        return drawn if self.packed is None else [self.sequence(mask) for mask in drawn]
+            drawn = [dropout(ones, probability) for _ in range(self.layers - 1)]
+        if self.packed is None:
+            return drawn
+        return [self.sequence(mask) for mask in drawn]
 
     def step(self, of_input: Tensor, of_hidden: Tensor, h: Tensor, c: Tensor | None = None) -> list[Tensor]:
         """The next state, in the order of PyTorch's own operations: under autocast, each of them rounds to 16 bits.
@@ -181,16 +225,22 @@ class _Call:
         of_input, of_hidden: what the weights make of the input and of the previous hidden state, each with its bias.
         """
         if c is not None:
-            i, f, g, o = (of_hidden + of_input).chunk(4, dim=-1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            pre = of_hidden + of_input
+            i, f, g, o = pre.chunk(4, dim=-1)
+            kept = f.sigmoid() * c
+            added = i.sigmoid() * g.tanh()
+            c = kept + added
             return [o.sigmoid() * c.tanh(), c]
         if isinstance(self.module, nn.GRU | nn.GRUCell):
             r_input, z_input, n_input = of_input.chunk(3, dim=-1)
             r_hidden, z_hidden, n_hidden = of_hidden.chunk(3, dim=-1)
-            new = (n_input + n_hidden * (r_hidden + r_input).sigmoid()).tanh()
-            return [(h - new) * (z_hidden + z_input).sigmoid() + new]
+            r = (r_hidden + r_input).sigmoid()
+            z = (z_hidden + z_input).sigmoid()
+            new = (n_input + n_hidden * r).tanh()
+            return [(h - new) * z + new]
         pre = of_hidden + of_input
-        return [pre.relu() if getattr(self.module, "nonlinearity", None) == "relu" else pre.tanh()]
+        is_relu = getattr(self.module, "nonlinearity", None) == "relu"
+        return [pre.relu() if is_relu else pre.tanh()]
 
 
 class _Walk(NamedTuple):
@@ -204,48 +254,80 @@ class _Walk(NamedTuple):
 
 
 def _walk(call: _Call, x: Tensor, place: int) -> _Walk:
-    """Walk through time; where a sequence has ended, or not yet begun, the state stays as it is."""
+    """Walk through one layer and direction; where a sequence has ended, or not yet begun, the state stays as it is."""
     w_ih, w_hh, *biases = call.weights[place]
     b_ih, b_hh = biases or (None, None)
     pre = _watched(linear(x, w_ih, b_ih))
     steps = pre.unbind()
     state = [part[place] for part in call.state]
-    before, after, of_hidden = [x] * len(x), [x] * len(x), [x] * len(x)
-    for time in range(len(x))[:: -1 if place % call.sides else 1]:
+    # One for each time; all are replaced below
+    before = [x] * len(x)
+    after = before.copy()
+    of_hidden = before.copy()
+    is_reverse = place % call.sides == 1
+    times = range(len(x))
+    for time in reversed(times) if is_reverse else times:
         of_hidden[time] = _watched(linear(state[0], w_hh, b_hh))
         new = call.step(steps[time], of_hidden[time], *state)
         if call.alive is not None:
-            new = [torch.where(call.alive[time], *pair) for pair in zip(new, state, strict=True)]
+            is_alive = call.alive[time]
+            new = [torch.where(is_alive, *pair) for pair in zip(new, state, strict=True)]
         before[time] = state[0]
         after[time] = new[0]
         state = new
-    keys = torch.cat([x.detach(), torch.stack(before).detach()], dim=-1).to(w_ih.dtype)
+    hidden_before = torch.stack(before).detach()
+    keys = torch.cat([x.detach(), hidden_before], dim=-1)
+    keys = keys.to(w_ih.dtype)
     if call.alive is not None:
         keys = keys * call.alive
-    is_gru = isinstance(call.module, nn.GRU | nn.GRUCell)
-    return _Walk(keys, pre, torch.stack(after), state, of_hidden if is_gru else [])
+    if not isinstance(call.module, nn.GRU | nn.GRUCell):
+        of_hidden = []  # they have the gradients of `pre`
+    return _Walk(keys, pre, torch.stack(after), state, of_hidden)
+
+
+def _walk_layers(call: _Call, masks: Sequence[Tensor]) -> tuple[list[_Walk], Tensor]:
+    """Walk through all layers and directions; return the output of the last layer too."""
+    walks: list[_Walk] = []
+    x = call.x
+    for layer in range(call.layers):
+        first = layer * call.sides
+        of_layer = [_walk(call, x, place) for place in range(first, first + call.sides)]
+        walks += of_layer
+        x = torch.cat([walk.hidden for walk in of_layer], dim=-1)
+        if layer < len(masks):
+            x = x * masks[layer].to(x.dtype)
+    return walks, x
 
 
 def _watched(tensor: Tensor) -> Tensor:
     """A tensor whose gradient may be asked for, if gradients are on."""
-    return tensor.requires_grad_() if torch.is_grad_enabled() and not tensor.requires_grad else tensor
+    needs_mark = torch.is_grad_enabled() and not tensor.requires_grad
+    return tensor.requires_grad_() if needs_mark else tensor
 
 
 def _errors(call: _Call, walks: list[_Walk], output: Tensor, errors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """(time, rows, d_error) for each walk."""
-    ends = [torch.stack(parts) for parts in zip(*(walk.state for walk in walks), strict=True)]
-    values = ends if isinstance(call.module, nn.RNNCellBase) else [output, *ends]
-    grads: list[Tensor] = []
+    parts_of_states = zip(*(walk.state for walk in walks), strict=True)
+    values = [torch.stack(parts) for parts in parts_of_states]
+    if not isinstance(call.module, nn.RNNCellBase):
+        values.insert(0, output)
+    slopes: list[Tensor] = []
     for value, error in zip(values, errors, strict=True):
-        laid_out = call.sequence if value is output else call.stacked
-        grads.append(torch.zeros_like(value) if error is None else laid_out(error).to(value.dtype))
+        if error is None:
+            slopes.append(torch.zeros_like(value))
+            continue
+        laid_out = call.sequence(error) if value is output else call.stacked(error)
+        slopes.append(laid_out.to(value.dtype))
     wanted = [tensor for walk in walks for tensor in (walk.pre, *walk.of_hidden)]
-    found = iter(torch.autograd.grad(values, wanted, grads))
-    return [_of_gates(next(found), [next(found) for _ in walk.of_hidden]) for walk in walks]
+    gradients = iter(torch.autograd.grad(values, wanted, slopes))
+    return [_errors_of_walk(walk, gradients) for walk in walks]
 
 
-def _of_gates(of_input: Tensor, of_hidden: list[Tensor]) -> Tensor:
-    """The gradients of pre-activations; those of a GRU's n_hidden, the last third of `of_hidden`, come last."""
-    if not of_hidden:
+def _errors_of_walk(walk: _Walk, gradients: Iterator[Tensor]) -> Tensor:
+    """The next gradients: those of pre-activations, then those of a GRU's n_hidden, the last third of `of_hidden`."""
+    of_input = next(gradients)
+    if not walk.of_hidden:
         return of_input
-    return torch.cat([of_input, torch.stack(of_hidden).chunk(3, dim=-1)[2]], dim=-1)
+    of_hidden = torch.stack([next(gradients) for _ in walk.of_hidden])
+    of_n_hidden = of_hidden.chunk(3, dim=-1)[2]
+    return torch.cat([of_input, of_n_hidden], dim=-1)

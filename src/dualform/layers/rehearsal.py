@@ -172,27 +172,22 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        for tensor in _written(func, args, named):
-            if _address(tensor) in self._protected:
-                raise WouldChangeTrainingError(f"its forward pass writes to a parameter or buffer ({func})")
+        self._refuse_writes(func, args, named)
         generator = named.get("generator")
         if generator is not None and generator not in self._generators:
             self._generators[generator] = generator.get_state()
         name = _name_of(func)
         if self._selects_rows(func, args):
             self.ordered_by = name
-        if name == "bernoulli_":
-            return args[0].fill_(1)
-        if name == "bernoulli":
-            return torch.ones_like(args[0])
-        if name == "randperm":  # it could be any order, so not the one that changes nothing
-            return func(*args, **named).sort().values.roll(1)
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        output = func(*_without_dropout(func, args), **named)
+        output = _run(func, args, named)
         if name in _SORTING and self._might_sort_rows(output[1], _argument(func, args, named, "dim")):
             self.ordered_by = name
         return output
+
+    def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in _written(func, args, kwargs):
+            if _address(tensor) in self._protected:
+                raise WouldChangeTrainingError(f"its forward pass writes to a parameter or buffer ({func})")
 
     def _might_sort_rows(self, indices: Tensor, axis: int) -> bool:
         """Whether rows may have been sorted that were in order already. Where they were not, the experiment shows what becomes of that."""
@@ -214,6 +209,20 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return size > 0 and size % self._rows == 0
 
 
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator, but with random masks of ones, and with random orders that are never the trivial one."""
+    name = _name_of(func)
+    if name == "bernoulli_":
+        return args[0].fill_(1)
+    if name == "bernoulli":
+        return torch.ones_like(args[0])
+    if name == "randperm":  # it could be any order, so not the one that changes nothing
+        return func(*args, **kwargs).sort().values.roll(1)
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    return func(*_without_dropout(func, args), **kwargs)
+
+
 def _is_packing() -> bool:
     """Whether PyTorch is packing sequences: it sorts them by their lengths, and recurrent layers undo that."""
     frame = sys._getframe(1)
@@ -232,28 +241,29 @@ def _name_of(func: Any) -> str:
     return name
 
 
+@cache
+def _place_of(func: Any, name: str) -> int | None:
+    """Where an operator takes an argument; None if it does not."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(name) if name in names else None
+
+
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """The value of an operator's argument."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return None
+    place = _place_of(func, name)
+    if place is None:
+        return None
+    if place < len(args):
+        return args[place]
+    return kwargs.get(name, func._schema.arguments[place].default_value)
 
 
 def _without_dropout(func: Any, args: Any) -> Any:
     """The arguments of an operator that has dropout built in (attention), without it."""
-    place = _dropout_argument(func)
+    place = _place_of(func, "dropout_p")
     if place is None or place >= len(args):
         return args
     return (*args[:place], 0.0, *args[place + 1 :])
-
-
-@cache
-def _dropout_argument(func: Any) -> int | None:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return place
-    return None
 
 
 @cache
@@ -345,17 +355,27 @@ def _restore_generators(module: nn.Module) -> list[Callable[[], None]]:
 
     Those are found that the model's code has as global variables or class attributes; what modules hold themselves is copied.
     """
+    restorers = map(_restorer, _values_of_code(module))
+    return [restore for restore in restorers if restore is not None]
+
+
+def _values_of_code(module: nn.Module) -> list[object]:
+    """The class attributes of modules and the global variables beside them, each once."""
     classes = {kind for inner in module.modules() for kind in type(inner).__mro__}
     own = [kind for kind in classes if not kind.__module__.startswith(("torch.", "builtins"))]
     files = {kind.__module__ for kind in own} & sys.modules.keys()
     namespaces = [*map(vars, own), *(vars(sys.modules[name]) for name in files)]
     values = {id(value): value for namespace in namespaces for value in list(namespace.values())}
-    found: list[Callable[[], None]] = []
-    for value in values.values():
-        if type(value) is random.Random:
-            found.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.RandomState):
-            found.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            found.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    return found
+    return list(values.values())
+
+
+def _restorer(value: object) -> Callable[[], None] | None:
+    """A function that puts a generator back into the state that it is in now; None if the value is no generator."""
+    if type(value) is random.Random:
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    return None

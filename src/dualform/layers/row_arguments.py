@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,20 @@ def tensors_in(value: object) -> list[Tensor]:
     """List the tensors among a forward's arguments: in tuples, lists, dictionaries and dataclasses too."""
     if isinstance(value, Tensor):
         return [value]
+    return [tensor for inner in _parts_of(value) for tensor in tensors_in(inner)]
+
+
+def _parts_of(value: object) -> Collection[object]:
+    """What a container among the arguments holds; nothing if it is none."""
     if isinstance(value, Mapping):
-        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
+        return value.values()
     if isinstance(value, (tuple, list)):
-        return [tensor for inner in value for tensor in tensors_in(inner)]
-    if _is_dataclass(value):
-        return [tensor for inner in vars(value).values() for tensor in tensors_in(inner)]
-    return []
+        return value
+    return vars(value).values() if _is_dataclass(value) else ()
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def options_in(value: object) -> tuple[Hashable, ...]:
@@ -40,11 +48,14 @@ def options_in(value: object) -> tuple[Hashable, ...]:
         return (value,)
     if isinstance(value, str):
         return (value,) if len(value) <= LONGEST_OPTION else ()
+    found: list[Hashable] = []
     if isinstance(value, Mapping):
-        return tuple(option for name, inner in value.items() for option in (str(name), *options_in(inner)))
-    if isinstance(value, tuple):  # not a list: its length and texts may be data
-        return tuple(option for inner in value for option in options_in(inner))
-    return ()
+        for name, inner in value.items():
+            found += [str(name), *options_in(inner)]
+    elif isinstance(value, tuple):  # not a list: its length and texts may be data
+        for inner in value:
+            found += options_in(inner)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -75,21 +86,24 @@ def placements(arguments: Arguments, rows: int, axis: int | None = None) -> list
     """
     tensors = tensors_in(arguments)
     if axis is not None:
-        axes = [axis if length(tensor, axis) == rows else _axis_of_rows(tensor, rows) for tensor in tensors]
-        return [Placement(tuple(axes))]
-    first = [_axis_of_rows(tensor, rows) for tensor in tensors]
-    second = [1 if length(tensor, 1) == rows else _axis_of_rows(tensor, rows) for tensor in tensors]
+        return [Placement(_axes_along(tensors, rows, axis))]
+    first = _axes_along(tensors, rows, 0)
     # A square tensor after the first, such as a mask over positions, may only look as if it held rows
-    is_square = [tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == rows for tensor in tensors]
-    without_square = [
-        None if number and square else axis_of_tensor
-        for number, (axis_of_tensor, square) in enumerate(zip(first, is_square, strict=True))
-    ]
-    candidates = [Placement(tuple(first)), Placement(tuple(without_square)), Placement(tuple(second))]
+    without_squares = list(first)
+    for number, tensor in enumerate(tensors):
+        if number > 0 and tensor.shape == (rows, rows):
+            without_squares[number] = None
+    second = _axes_along(tensors, rows, 1)
+    candidates = [Placement(first), Placement(tuple(without_squares)), Placement(second)]
     if has_list_of_rows(arguments, rows):
         # First, since the tensors of such a list may have other axes that happen to be as long
-        candidates.insert(0, Placement(tuple(_axes_outside_lists(arguments, rows)), rows))
-    return [one for one in dict.fromkeys(candidates) if one.has_rows]
+        candidates.insert(0, Placement(_axes_outside_lists(arguments, rows), rows))
+    return [candidate for candidate in dict.fromkeys(candidates) if candidate.has_rows]
+
+
+def _axes_along(tensors: Sequence[Tensor], rows: int, preferred: int) -> tuple[int | None, ...]:
+    """The axis of the rows in each tensor: the preferred one, if it is as long."""
+    return tuple(preferred if length(tensor, preferred) == rows else _axis_of_rows(tensor, rows) for tensor in tensors)
 
 
 def are_rows_equal(arguments: Arguments, placement: Placement) -> bool:
@@ -97,7 +111,10 @@ def are_rows_equal(arguments: Arguments, placement: Placement) -> bool:
     if placement.rows_of_lists:
         return False
     for tensor, axis in zip(tensors_in(arguments), placement.axes, strict=True):
-        if axis is not None and not torch.equal(tensor, tensor.narrow(axis, 0, 1).expand_as(tensor)):
+        if axis is None:
+            continue
+        first_row = tensor.narrow(axis, 0, 1)
+        if not torch.equal(tensor, first_row.expand_as(tensor)):
             return False
     return True
 
@@ -118,16 +135,14 @@ def _axis_of_rows(tensor: Tensor, rows: int) -> int | None:
 def has_list_of_rows(arguments: Arguments, rows: int) -> bool:
     """Whether a list or tuple among the arguments has an entry for each row."""
     positional, named = arguments
-    return any(_is_list_of_rows(inner, rows) for value in (*positional, *named.values()) for inner in _nested(value))
+    values = chain.from_iterable(map(_nested, (*positional, *named.values())))
+    return any(_is_list_of_rows(value, rows) for value in values)
 
 
 def _nested(value: object) -> Iterator[object]:
     yield value
-    if isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _nested(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
+    if isinstance(value, (Mapping, tuple, list)):
+        for inner in _parts_of(value):
             yield from _nested(inner)
 
 
@@ -140,24 +155,18 @@ def _is_list_of_rows(value: object, rows: int) -> bool:
     return not all(isinstance(entry, Tensor) and rows in entry.shape for entry in value)
 
 
-def _axes_outside_lists(value: object, rows: int, *, is_argument_list: bool = True) -> list[int | None]:
+def _axes_outside_lists(arguments: Arguments, rows: int) -> tuple[int | None, ...]:
     """The axes of tensors where lists of rows are moved as a whole: their tensors have none."""
+    positional, named = arguments
+    return tuple(axis for value in (*positional, *named.values()) for axis in _axes_of_argument(value, rows))
+
+
+def _axes_of_argument(value: object, rows: int) -> list[int | None]:
     if isinstance(value, Tensor):
         return [_axis_of_rows(value, rows)]
-    if not is_argument_list and _is_list_of_rows(value, rows):
-        return [None for _ in tensors_in(value)]
-    if isinstance(value, tuple) and is_argument_list:
-        positional, named = value
-        inside = [*positional, *named.values()]
-    elif isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, (tuple, list)):
-        inside = list(value)
-    elif _is_dataclass(value):
-        inside = list(vars(value).values())
-    else:
-        return []
-    return [axis for inner in inside for axis in _axes_outside_lists(inner, rows, is_argument_list=False)]
+    if _is_list_of_rows(value, rows):
+        return [None] * len(tensors_in(value))
+    return [axis for inner in _parts_of(value) for axis in _axes_of_argument(inner, rows)]
 
 
 def move_rows(arguments: Arguments, placement: Placement, rows: RowMap) -> Arguments:
@@ -169,6 +178,8 @@ def move_rows(arguments: Arguments, placement: Placement, rows: RowMap) -> Argum
 
 
 class _Mover:
+    """Moves the rows of one argument after the other."""
+
     def __init__(self, placement: Placement, rows: RowMap):
         self._rows = rows
         self._order = torch.from_numpy(rows)
@@ -179,21 +190,29 @@ class _Mover:
         if isinstance(value, PackedSequence):
             return self._move_packed(value)
         if isinstance(value, Tensor):
-            axis = next(self._axes)
-            return value if axis is None else value.index_select(axis, self._order.to(value.device))
+            return self._move_tensor(value)
         if isinstance(value, np.ndarray):
             is_by_row = bool(value.ndim) and len(value) == len(self._rows)
             return value[self._rows] if is_by_row else value
         if isinstance(value, Mapping):
-            moved = {name: self.move(inner) for name, inner in value.items()}
+            moved = self._move_named(value)
             return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
         if isinstance(value, (tuple, list)):
             return self._move_list(value)
         if _is_dataclass(value):
-            moved_value = copy.copy(value)
-            vars(moved_value).update({name: self.move(inner) for name, inner in vars(value).items()})
-            return moved_value
+            copied = copy.copy(value)
+            vars(copied).update(self._move_named(vars(value)))
+            return copied
         return value
+
+    def _move_tensor(self, tensor: Tensor) -> Tensor:
+        axis = next(self._axes)
+        if axis is None:
+            return tensor
+        return tensor.index_select(axis, self._order.to(tensor.device))
+
+    def _move_named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.move(inner) for name, inner in values.items()}
 
     def _move_list(self, value: Sequence[Any]) -> Any:
         items = [self.move(inner) for inner in value]
@@ -208,10 +227,6 @@ class _Mover:
             next(self._axes)
         padded, lengths = pad_packed_sequence(value, batch_first=True)
         return pack_padded_sequence(padded[self._order], lengths[self._order], batch_first=True, enforce_sorted=False)
-
-
-def _is_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def holds_rows(arguments: Arguments, rows: int) -> bool:

@@ -137,11 +137,9 @@ def prove(
 
     recorded: modules by name; called: the names of those that the forward pass has called.
     """
-    candidates = placements(arguments, rows, axes.inputs)
     best = _nothing_shown(arguments, rows)
-    subject = _Subject(module, arguments, recorded, rows)
-    for placement in candidates:
-        attempt = _attempt(subject, placement, axes, called)
+    for placement in placements(arguments, rows, axes.inputs):
+        attempt = _attempt(_Setup(module, arguments, recorded, rows, placement), axes)
         # An axis other than the first is never taken by its length alone
         is_trusted = axes.inputs is not None or placement.is_first_axis or attempt.is_confirmed
         if is_trusted and (attempt.score() > best.score() or not best.decisions):
@@ -161,41 +159,47 @@ def _nothing_shown(arguments: Arguments, rows: int) -> Proof:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Setup:
     """What experiments are made with."""
 
     module: nn.Module
     arguments: Arguments
     recorded: Mapping[str, nn.Module]
     rows: int
+    placement: Placement
+    evaluating: bool = False
+    """Whether the model runs in evaluation mode, and not in its own."""
 
-    def run(self, placement: Placement, order: RowMap | None, *, evaluating: bool) -> Calls:
+    def run(self, order: RowMap | None) -> Calls:
         """What the layers are given when the rows are in this order (None: as they were)."""
-        arguments = self.arguments if order is None else move_rows(self.arguments, placement, order)
-        return rehearse(self.module, arguments, self.recorded, self.rows, evaluating=evaluating)
+        arguments = self.arguments if order is None else move_rows(self.arguments, self.placement, order)
+        return rehearse(self.module, arguments, self.recorded, self.rows, evaluating=self.evaluating)
 
-    def experiment(self, placement: Placement, order: RowMap, *, evaluating: bool) -> tuple[RowMap, Calls]:
+    def experiment(self, order: RowMap) -> tuple[RowMap, Calls]:
         """The same, with the order of the rows."""
-        return order, self.run(placement, order, evaluating=evaluating)
+        return order, self.run(order)
 
 
-def _attempt(subject: _Subject, placement: Placement, axes: BatchAxes, called: Collection[str]) -> Proof:
-    """Make experiments with the rows where `placement` says: in the model's mode, then in evaluation mode if that may show more."""
+def _attempt(setup: _Setup, axes: BatchAxes) -> Proof:
+    """Make experiments with the rows where the setup says: in the model's mode, then in evaluation mode if that may show more."""
     proof = Proof()
     for evaluating in (False, True):
         try:
-            trial = _make_trial(subject, placement, evaluating=evaluating)
-            _decide_calls(proof, axes, trial)
-            if any(decision.hidden_by in (ORDER, PLACES) for decision in proof.all_decisions):
-                more = [
-                    subject.experiment(placement, order, evaluating=evaluating) for order in coded_rows(subject.rows)
-                ]
-                _decide_calls(proof, axes, replace(trial, replaced=[*trial.replaced, *more]))
+            _experiment(replace(setup, evaluating=evaluating), proof, axes)
         except Exception as error:
             proof.problem = f"running a copy of the model raised {type(error).__name__}: {error}"
-        if not _may_evaluation_show_more(proof, subject.module):
+        if not _may_evaluation_show_more(proof, setup.module):
             break
     return proof
+
+
+def _experiment(setup: _Setup, proof: Proof, axes: BatchAxes) -> None:
+    """Decide with three or four runs of the model, and with more if they may show more."""
+    trial = _make_trial(setup)
+    _decide_calls(proof, axes, trial)
+    if any(decision.hidden_by in (ORDER, PLACES) for decision in proof.all_decisions):
+        more = [setup.experiment(order) for order in coded_rows(setup.rows)]
+        _decide_calls(proof, axes, replace(trial, replaced=[*trial.replaced, *more]))
 
 
 def _may_evaluation_show_more(proof: Proof, module: nn.Module) -> bool:
@@ -216,15 +220,15 @@ class _Trial:
     """Whether all rows of the model's arguments are equal, so that nothing can follow them."""
 
 
-def _make_trial(subject: _Subject, placement: Placement, *, evaluating: bool) -> _Trial:
-    permutation, *replacements = moved_rows(subject.rows)
-    before = subject.run(placement, None, evaluating=evaluating)
-    permuted = subject.experiment(placement, permutation, evaluating=evaluating)
+def _make_trial(setup: _Setup) -> _Trial:
+    permutation, *replacements = moved_rows(setup.rows)
+    before = setup.run(None)
+    permuted = setup.experiment(permutation)
     for replacement in replacements:
-        replaced = subject.experiment(placement, replacement, evaluating=evaluating)
+        replaced = setup.experiment(replacement)
         if _has_same_shapes(before, replaced[1]):
             break  # else the longest row was replaced, and the model cuts its inputs to the longest
-    return _Trial(before, permuted, [replaced], are_rows_equal(subject.arguments, placement))
+    return _Trial(before, permuted, [replaced], are_rows_equal(setup.arguments, setup.placement))
 
 
 def _has_same_shapes(some: Calls, others: Calls) -> bool:
@@ -246,10 +250,14 @@ def _decide_calls(proof: Proof, axes: BatchAxes, trial: _Trial) -> None:
             decision = _decide_call(trial, layer, call, named)
             decisions.append(decision)
             is_named = named is not None or given.axis is not None
-            if is_named and decision.is_proved and decision.where != SHARED:
+            if is_named and decision.proves_rows:
                 proof.is_confirmed = True
-        if sum(one.is_proved for one in decisions) >= sum(one.is_proved for one in known):
+        if _count_proved(decisions) >= _count_proved(known):
             proof.decisions[layer] = decisions
+
+
+def _count_proved(decisions: Sequence[Decision]) -> int:
+    return sum(decision.is_proved for decision in decisions)
 
 
 def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) -> Decision:
@@ -261,7 +269,7 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
         return Decision(None, "its inputs have other shapes when rows are moved")
     allowed = readings(given.lead, len(permuted.rows), given.axis) if named is None else [named]
     decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse, module_axis=given.axis)
-    if decision.is_proved and decision.where != SHARED and given.ordered_by:
+    if decision.proves_rows and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)
     if trial.are_rows_equal and decision.where is not None:

@@ -140,9 +140,13 @@ def readings(lead: Lead, rows: int, axis: int | None = None) -> list[RowAxis]:
     axes = range(len(lead)) if axis is None else (axis,)
     found = [RowAxis(one) for one in axes if lead[one] == rows]
     for one in axes:
-        if lead[one] > rows > 0 and lead[one] % rows == 0:
+        if lead[one] > rows and _is_multiple(lead[one], rows):
             found += [RowAxis(one, ROWS_OUTSIDE), RowAxis(one, ROWS_INSIDE)]
     return [*found, SHARED]
+
+
+def _is_multiple(length: int, rows: int) -> bool:
+    return rows > 0 and length % rows == 0
 
 
 def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAxis:
@@ -150,7 +154,7 @@ def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAx
 
     For a flattened input (vectors, features), 0 means that each row's positions stand together, and 1 that the rows alternate.
     """
-    is_flattened = len(lead) == 1 and rows > 0 and lead[0] != rows and lead[0] % rows == 0
+    is_flattened = len(lead) == 1 and lead[0] != rows and _is_multiple(lead[0], rows)
     if is_flattened and axis in (0, 1):
         return RowAxis(0, ROWS_OUTSIDE if axis == 0 else ROWS_INSIDE)
     if axis >= len(lead):
@@ -160,7 +164,7 @@ def reading_of_batch_axis(lead: Lead, rows: int, axis: int, layer: str) -> RowAx
     length = lead[axis]
     if length == rows:
         return RowAxis(axis)
-    if rows and length % rows == 0:
+    if _is_multiple(length, rows):
         return RowAxis(axis, ROWS_OUTSIDE)
     raise AxisError(
         f"batch_axis={{{layer!r}: {axis}}} names an axis of length {length}, which is no multiple of the {rows} rows "
@@ -223,6 +227,11 @@ class Decision:
         """Whether the experiments leave a single reading."""
         return self.where is not None and not self.why
 
+    @property
+    def proves_rows(self) -> bool:
+        """Whether they leave a single one, and in it each vector belongs to one row."""
+        return self.is_proved and self.where != SHARED
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -256,33 +265,58 @@ def decide(
     module itself names it (recurrent layers, attention).
     """
     following = _following(allowed, before, permuted, is_coarse=is_coarse)
-    if len(following) > 1:
-        consistent = [where for where in following if all(_others_stay(where, before, one) for one in replaced)]
-        return Decision(consistent[0]) if len(consistent) == 1 else _choose_among_equal(consistent, module_axis)
+    if not following:
+        return _decide_by_replaced_rows(allowed, before, permuted, replaced)
     if following == [SHARED]:
         # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
-        stays = all(_others_stay(SHARED, before, experiment) for experiment in replaced)
-        return Decision(SHARED) if stays else Decision(None, FOLLOWS_NOTHING)
-    mixes_rows = all(
-        _changes_everywhere(before, experiment) for experiment in replaced
-    )  # as a batch normalisation does
-    if following:
-        fits = mixes_rows or all(_others_stay(following[0], before, experiment) for experiment in replaced)
-        if fits:
-            return Decision(following[0])
-        # Another order of the rows changes no more vectors than were replaced
-        is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
-        if is_mixed or _depend_on_several_rows(before, replaced):
-            return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
-        return Decision(None, FOLLOWS_NOTHING, hidden_by="" if _tell_rows_apart(replaced) else ORDER)
+        stays = _other_rows_stay(SHARED, before, replaced)
+        return Decision(SHARED) if stays else _undecided()
+    if len(following) == 1:
+        return _confirm(following[0], before, replaced)
+    consistent = [where for where in following if _other_rows_stay(where, before, replaced)]
+    if len(consistent) == 1:
+        return Decision(consistent[0])
+    return _choose_among_equal(consistent, module_axis)
+
+
+def _undecided(hidden_by: str = "") -> Decision:
+    return Decision(None, FOLLOWS_NOTHING, hidden_by)
+
+
+def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> Decision:
+    """Confirm by replaced rows the only reading in which an input follows permuted rows."""
+    if _mixes_rows(before, replaced) or _other_rows_stay(where, before, replaced):
+        return Decision(where)
+    # Another order of the rows changes no more vectors than were replaced
+    is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
+    if is_mixed or _depend_on_several_rows(before, replaced):
+        return _undecided(MIXING)
+    hidden_by = "" if _tell_rows_apart(replaced) else ORDER
+    return _undecided(hidden_by)
+
+
+def _decide_by_replaced_rows(
+    allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment, replaced: Sequence[Experiment]
+) -> Decision:
+    """Decide where an input follows permuted rows in no reading."""
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
-        return Decision(None, FOLLOWS_NOTHING)
+        return _undecided()
     if not _tell_rows_apart(replaced):
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=PLACES)
-    if mixes_rows:
-        return Decision(None, FOLLOWS_NOTHING, hidden_by=MIXING)
+        return _undecided(PLACES)
+    if _mixes_rows(before, replaced):
+        return _undecided(MIXING)
     depending = _depending(allowed, before, replaced)
-    return Decision(depending[0]) if len(depending) == 1 else Decision(None, FOLLOWS_NOTHING)
+    return Decision(depending[0]) if len(depending) == 1 else _undecided()
+
+
+def _other_rows_stay(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
+    """Whether in each experiment, vectors of rows that were not replaced are what they were."""
+    return all(_others_stay(where, before, experiment) for experiment in replaced)
+
+
+def _mixes_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
+    """Whether rows depend on each other, as they do behind a batch normalisation."""
+    return all(_changes_everywhere(before, experiment) for experiment in replaced)
 
 
 def _tell_rows_apart(replaced: Sequence[Experiment]) -> bool:
@@ -361,8 +395,9 @@ def _is_flipped_by_rounding(is_off: Flags, found: Fingerprints, before: Fingerpr
     values = found[is_off]
     right = np.searchsorted(known, values).clip(max=known.size - 1)
     left = (right - 1).clip(min=0)
-    distance = np.minimum(np.abs(known[right] - values), np.abs(known[left] - values))
-    is_known = distance <= SAME_VECTOR * _root_mean_square(before)
+    to_left = np.abs(known[left] - values)
+    to_right = np.abs(known[right] - values)
+    is_known = np.minimum(to_left, to_right) <= SAME_VECTOR * _root_mean_square(before)
     return bool(is_known.mean() < 0.5)
 
 
@@ -402,7 +437,8 @@ def _by_row(values: Values, where: RowAxis, rows: int) -> Values | None:
         return None
     if layout.axis is None:
         return values.reshape(1, -1).copy()
-    return np.moveaxis(values.reshape(layout.split), layout.axis, 0).reshape(rows, -1).copy()
+    split = values.reshape(layout.split)
+    return np.moveaxis(split, layout.axis, 0).reshape(rows, -1).copy()
 
 
 def _like_input(by_row: Flags, where: RowAxis, lead: Lead) -> Flags:
@@ -418,8 +454,10 @@ def _has_same_vectors(before: Fingerprints, permuted: Experiment) -> bool:
     """Whether an input has the same vectors as before, in whatever order."""
     if not before.size:
         return True
-    apart = np.abs(np.sort(permuted.numbers, axis=None) - np.sort(before, axis=None))
-    return float(np.quantile(apart, FITTING_SHARE)) <= ROUNDING * _root_mean_square(before)
+    values = np.sort(before, axis=None)
+    permuted_values = np.sort(permuted.numbers, axis=None)
+    difference = np.abs(permuted_values - values)
+    return float(np.quantile(difference, FITTING_SHARE)) <= ROUNDING * _root_mean_square(before)
 
 
 def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
@@ -435,7 +473,9 @@ def _changes_everywhere(before: Fingerprints, replaced: Experiment) -> bool:
 
 def _changes_more_than_replaced(before: Fingerprints, replaced: Experiment) -> bool:
     """Whether more vectors change than the replaced rows have: in a small batch, that may be less than MIXING_SHARE of them."""
-    return float(_is_changed(before, replaced).mean()) > float(replaced.is_moved.mean()) + 1 - FITTING_SHARE
+    changed = float(_is_changed(before, replaced).mean())
+    moved = float(replaced.is_moved.mean())
+    return changed > moved + 1 - FITTING_SHARE
 
 
 def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
@@ -446,8 +486,12 @@ def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]
     changes = np.stack([_is_changed(before, experiment).reshape(-1) for experiment in replaced], axis=1)
     in_place = np.stack([~experiment.is_moved for experiment in replaced], axis=1)
     patterns, counts = np.unique(changes, axis=0, return_counts=True)
-    is_of_one_row = [bool((~(pattern & in_place).any(axis=1)).any()) for pattern in patterns]
-    of_several = int(counts[~np.array(is_of_one_row)].sum())
+    of_several = 0
+    for pattern, count in zip(patterns, counts, strict=True):
+        # Such a row is not the one, or not the only one, that these vectors depend on
+        was_in_place = (pattern & in_place).any(axis=1)
+        if was_in_place.all():
+            of_several += int(count)
     return of_several > (1 - FITTING_SHARE) * len(changes)
 
 
@@ -463,7 +507,8 @@ def _moved(before: Fingerprints, where: RowAxis, rows: RowMap) -> Fingerprints |
         return None
     if layout.axis is None:
         return before
-    moved: Fingerprints = before.reshape(layout.split).take(rows, axis=layout.axis).reshape(before.shape)
+    split = before.reshape(layout.split)
+    moved: Fingerprints = split.take(rows, axis=layout.axis).reshape(before.shape)
     return moved
 
 
@@ -476,7 +521,8 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
 
     lead: how many axes of `keys` are leading ones.
     """
-    flat = keys.detach().flatten(lead) if keys.dim() > lead else keys.detach().unsqueeze(-1)
+    keys = keys.detach()
+    flat = keys.flatten(lead) if keys.dim() > lead else keys.unsqueeze(-1)
     if flat.is_floating_point():
         # One infinite feature must not hide which row a vector belongs to
         flat = torch.nan_to_num(flat.float(), nan=0.5, posinf=1.0, neginf=-1.0)
@@ -487,7 +533,8 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
         direction = _direction(flat.shape[-1]).to(flat.device).double()
         vectors = flat.reshape(-1, flat.shape[-1])
         with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
-            parts = [some.double() @ direction for some in torch.split(vectors, VECTORS_AT_ONCE)]
+            pieces = torch.split(vectors, VECTORS_AT_ONCE)
+            parts = [piece.double() @ direction for piece in pieces]
         found = torch.cat(parts).reshape(flat.shape[:-1])
     numbers: Fingerprints = found.cpu().numpy()
     return numbers

@@ -54,7 +54,8 @@ class Rule:
         assert self.saved is not None
         assert self.slots is not None
         saved = self.saved(module, arguments)
-        return SlotSource([output], partial(self.slots, module, saved), saved[0])
+        slots = partial(self.slots, module, saved)
+        return SlotSource([output], slots, saved[0])
 
 
 def _first(arguments: Arguments, name: str = "input") -> Tensor:
@@ -73,11 +74,18 @@ def _save_x(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
 
 def _input_and_error(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     """The key is the module's input; the error signal is the gradient of its output."""
-    return [LayerSlots("", saved[0], None if errors is None else errors[0])]
+    return [LayerSlots("", saved[0], _error_of_output(errors))]
+
+
+def _error_of_output(errors: Errors) -> Tensor | None:
+    """The gradient of a module's only output."""
+    return None if errors is None else errors[0]
 
 
 def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
-    return (Use(named("bias"), "bias"),) if getattr(module, "bias", None) is not None else ()
+    if getattr(module, "bias", None) is None:
+        return ()
+    return (Use(named("bias"), "bias"),)
 
 
 # Linear maps
@@ -85,13 +93,16 @@ def _bias(module: nn.Module, named: Naming) -> tuple[Use, ...]:
 
 def _linear(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     assert isinstance(module, nn.Linear)
-    uses = (Use(named("weight"), "weight"), *_bias(module, named))
+    weight = Use(named("weight"), "weight")
+    uses = (weight, *_bias(module, named))
     return [Layer(name, "linear", module.in_features, module.out_features, uses)]
 
 
 def _conv1d_of_transformers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     d_in, d_out = module.get_parameter("weight").shape
-    return [Layer(name, "linear", int(d_in), int(d_out), (Use(named("weight"), "table"), *_bias(module, named)))]
+    weight = Use(named("weight"), "table")
+    uses = (weight, *_bias(module, named))
+    return [Layer(name, "linear", int(d_in), int(d_out), uses)]
 
 
 def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
@@ -103,12 +114,14 @@ def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
 def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.Embedding)
     numbers = saved[0]
-    error = None if errors is None else errors[0]
+    error = _error_of_output(errors)
     if error is not None and module.padding_idx is not None:
-        error = error.masked_fill((numbers == module.padding_idx).unsqueeze(-1), 0)
+        is_padding = numbers == module.padding_idx
+        error = error.masked_fill(is_padding.unsqueeze(-1), 0)
     if error is not None and module.scale_grad_by_freq:
         _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
-        error = error / counts[inverse].unsqueeze(-1)
+        occurrences = counts[inverse]
+        error = error / occurrences.unsqueeze(-1)
     # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each
     return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
 
@@ -127,9 +140,10 @@ def _why_embedding_is_left_out(module: nn.Module) -> str | None:
 
 def geometry_of(module: nn.modules.conv._ConvNd) -> Geometry:
     """How a convolution cuts its patches."""
-    axes = len(module.kernel_size)
-    reversed_twice = module._reversed_padding_repeated_twice
-    padding = tuple(int(n) for axis in range(axes) for n in reversed_twice[2 * (axes - 1 - axis) :][:2])
+    last_axis_first = module._reversed_padding_repeated_twice
+    padding: tuple[int, ...] = ()
+    for before, after in zip(last_axis_first[::2], last_axis_first[1::2], strict=True):
+        padding = (int(before), int(after), *padding)
     return Geometry(
         module.in_channels, module.kernel_size, module.stride, padding, module.dilation, module.padding_mode
     )
@@ -138,20 +152,23 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> Geometry:
 def _convolution(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     assert isinstance(module, nn.modules.conv._ConvNd)
     geometry = geometry_of(module)
-    uses = (Use(named("weight"), "weight", groups=module.groups), *_bias(module, named))
-    return [Layer(name, "convolution", geometry.patch, module.out_channels, uses, form="maps", geometry=geometry)]
+    d_out = module.out_channels
+    weight = Use(named("weight"), "weight", groups=module.groups)
+    uses = (weight, *_bias(module, named))
+    return [Layer(name, "convolution", geometry.patch, d_out, uses, form="maps", geometry=geometry)]
 
 
 def _convolution_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     assert isinstance(module, nn.modules.conv._ConvNd)
     maps = saved[0]
-    error = None if errors is None else errors[0]
+    error = _error_of_output(errors)
     is_single = maps.dim() == len(module.kernel_size) + 1
     if is_single:
         maps = maps.unsqueeze(0)
-        error = None if error is None else error.unsqueeze(0)
-    by_position = None if error is None else error.flatten(2).transpose(1, 2)
-    return [LayerSlots("", maps, by_position, lead=1)]
+    if error is not None:
+        error = error.unsqueeze(0) if is_single else error
+        error = error.flatten(2).transpose(1, 2)  # (maps, positions, channels)
+    return [LayerSlots("", maps, error, lead=1)]
 
 
 # Elementwise weights of normalisations
@@ -161,13 +178,14 @@ def _affine(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     weight = module.weight
     if not isinstance(weight, Tensor):
         return []
+    size = weight.numel()
     uses = (Use(named("weight"), "scale"), *_bias(module, named))
-    return [Layer(name, "elementwise", weight.numel(), weight.numel(), uses, form="parts")]
+    return [Layer(name, "elementwise", size, size, uses, form="parts")]
 
 
 def _save_for_affine(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
-    given = _first(arguments, "x" if isinstance(module, nn.RMSNorm) else "input")
-    return (given, *_running(module))
+    name = "x" if isinstance(module, nn.RMSNorm) else "input"
+    return (_first(arguments, name), *_running_statistics(module))
 
 
 def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
@@ -184,25 +202,24 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     computed_in = wide_enough(torch.promote_types(given.dtype, weight.dtype))
     normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
     parts = error * normal
-    positions = math.prod(error.shape[2:]) if by_channel else 1
-    key_terms = math.sqrt(positions) * _size_of_parts(module, error, parts, shift)
-    error_terms = math.sqrt(positions) * norm_of_tensor(error)
+    root_of_positions = math.sqrt(math.prod(error.shape[2:])) if by_channel else 1.0
+    key_terms = root_of_positions * _size_of_parts(module, error, parts, shift)
+    error_terms = root_of_positions * norm_of_tensor(error)
     if by_channel:
         parts = _sum_over_positions(parts)
         error = _sum_over_positions(error)
     else:
         parts = parts.flatten(-axes)
         error = error.flatten(-axes)
-    return [
-        LayerSlots(
-            "",
-            parts,
-            error,
-            key_terms=key_terms,
-            error_terms=error_terms,
-            rounded_inside=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
-        )
-    ]
+    slots = LayerSlots(
+        "",
+        parts,
+        error,
+        key_terms=key_terms,
+        error_terms=error_terms,
+        rounded_inside=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
+    )
+    return [slots]
 
 
 def _sum_over_positions(tensor: Tensor) -> Tensor:
@@ -210,12 +227,14 @@ def _sum_over_positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(2).sum(2) if tensor.dim() > 2 else tensor
 
 
-def _running(module: nn.Module) -> tuple[Tensor, ...]:
+def _running_statistics(module: nn.Module) -> tuple[Tensor, ...]:
     """The running statistics that a batch normalisation in evaluation mode has just used."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.training and module.running_mean is not None:
-        assert module.running_var is not None
-        return module.running_mean.clone(), module.running_var.clone()
-    return ()
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.training:
+        return ()
+    if module.running_mean is None:
+        return ()
+    assert module.running_var is not None
+    return module.running_mean.clone(), module.running_var.clone()
 
 
 def _normalised(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -262,10 +281,12 @@ def _size_of_parts(module: nn.Module, error: Tensor, parts: Tensor, shift: Tenso
     Some of its kernels compute error × input / deviation and error × mean / deviation separately and subtract. The difference may be far
     smaller than both (a deviation far below the mean) or zero (one channel in a group); its rounding is not.
     """
+    size = norm_of_tensor(parts)
     if shift is None:
-        return norm_of_tensor(parts)
+        return size
     # |input| / deviation is at most |normalised input| + |mean| / deviation
-    return norm_of_tensor(parts) + 2 * norm_of_tensor(_by_mean(module, error) * shift)
+    shifts = _by_mean(module, error) * shift
+    return size + 2 * norm_of_tensor(shifts)
 
 
 # Recurrent layers
@@ -273,58 +294,69 @@ def _size_of_parts(module: nn.Module, error: Tensor, parts: Tensor, shift: Tenso
 
 def _recurrent(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     """One layer for each layer and direction: the key is input and previous hidden state side by side."""
-    found, several = [], recurrent.names(module)
-    for suffix in several:
-        ending = f"_{suffix}" if suffix else ""
-        d_gates, d_input = module.get_parameter(f"weight_ih{ending}").shape
-        hidden = module.get_parameter(f"weight_hh{ending}").shape[1]
-        gru = isinstance(module, (nn.GRU, nn.GRUCell))
-        of_input, of_hidden = ((0, 3 * hidden), (0, 2 * hidden, 3 * hidden, 4 * hidden)) if gru else ((), ())
-        uses = [
-            Use(named(f"weight_ih{ending}"), "weight", keys=(0, d_input), errors=of_input),
-            Use(named(f"weight_hh{ending}"), "weight", keys=(d_input, d_input + hidden), errors=of_hidden),
-        ]
-        if module.bias:
-            uses.append(Use(named(f"bias_ih{ending}"), "bias", errors=of_input))
-            uses.append(Use(named(f"bias_hh{ending}"), "bias", errors=of_hidden))
-        d_out = 4 * hidden if gru else d_gates
-        found.append(
-            Layer(joined(name, suffix if len(several) > 1 else ""), "recurrent", d_input + hidden, d_out, tuple(uses))
-        )
-    return found
+    suffixes = recurrent.names(module)
+    if len(suffixes) == 1:
+        return [_recurrent_layer(module, name, named, suffixes[0])]
+    return [_recurrent_layer(module, joined(name, suffix), named, suffix) for suffix in suffixes]
+
+
+def _recurrent_layer(module: nn.Module, name: str, named: Naming, suffix: str) -> Layer:
+    ending = f"_{suffix}" if suffix else ""
+    d_gates, d_input = module.get_parameter(f"weight_ih{ending}").shape
+    d_hidden = module.get_parameter(f"weight_hh{ending}").shape[1]
+    d_in = d_input + d_hidden
+    d_out = d_gates
+    of_input: tuple[int, ...] = ()
+    of_hidden: tuple[int, ...] = ()
+    if isinstance(
+        module, (nn.GRU, nn.GRUCell)
+    ):  # its two weights see different error signals; see `recurrent.Unrolled`
+        d_out = 4 * d_hidden
+        of_input = (0, 3 * d_hidden)
+        of_hidden = (0, 2 * d_hidden, 3 * d_hidden, d_out)
+    uses = [
+        Use(named(f"weight_ih{ending}"), "weight", keys=(0, d_input), errors=of_input),
+        Use(named(f"weight_hh{ending}"), "weight", keys=(d_input, d_in), errors=of_hidden),
+    ]
+    if module.bias:
+        uses.append(Use(named(f"bias_ih{ending}"), "bias", errors=of_input))
+        uses.append(Use(named(f"bias_hh{ending}"), "bias", errors=of_hidden))
+    return Layer(name, "recurrent", d_in, d_out, tuple(uses))
 
 
 def _begin_recurrent(module: nn.Module) -> Tensor | None:
-    return torch.get_rng_state() if module.training and float(getattr(module, "dropout", 0.0)) else None
+    has_dropout = float(getattr(module, "dropout", 0.0)) > 0
+    return torch.get_rng_state() if module.training and has_dropout else None
 
 
 def _replay_recurrent(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
     outputs = recurrent.outputs(output)
-    several = len(recurrent.names(module)) > 1
-    shown, version = outputs[0].detach(), outputs[0]._version
-    autocast = Autocast.now(outputs[0].device.type)
+    is_single = len(recurrent.names(module)) == 1
+    shown = outputs[0].detach()
+    version = outputs[0]._version
+    autocast = Autocast.now(shown.device.type)
 
     def slots(errors: Errors) -> list[LayerSlots]:
-        intact = errors is None and shown._version == version  # not so after a dropout in place
-        keys = recurrent.shown_keys(module, arguments, shown) if intact else None
-        if keys is not None:
-            return [LayerSlots("", keys, None, axis=1)]
-        unrolled = recurrent.unroll(module, arguments, errors, begun, autocast)
+        is_intact = shown._version == version  # not so after a dropout in place
+        if errors is None and is_intact:
+            keys = recurrent.shown_keys(module, arguments, shown)
+            if keys is not None:
+                return [LayerSlots("", keys, None, axis=1)]
         return [
             LayerSlots(
-                u.name if several else "",
-                u.keys,
-                u.errors,
+                "" if is_single else unrolled.name,
+                unrolled.keys,
+                unrolled.errors,
                 axis=1,
-                partial_sums=len(u.keys),  # one for each time
+                partial_sums=len(unrolled.keys),  # one for each time
                 rounded_inside=isinstance(module, nn.LSTM),  # one operation, which rounds inside
             )
-            for u in unrolled
+            for unrolled in recurrent.unroll(module, arguments, errors, begun, autocast)
         ]
 
     given = _first(arguments)
-    came = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
-    return SlotSource(outputs, slots, came, keys=lambda: slots(None))
+    key = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
+    return SlotSource(outputs, slots, key, keys=lambda: slots(None))
 
 
 _CONVOLUTION = Rule(_convolution, _save_input, _convolution_slots)
@@ -358,7 +390,8 @@ RECORDED_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module, or None: it is of a type that no rule covers."""
-    if type(module).__name__ == "Conv1D" and type(module).__module__.split(".")[0] == "transformers":
+    package, _, _ = type(module).__module__.partition(".")
+    if type(module).__name__ == "Conv1D" and package == "transformers":
         return _CONV1D_OF_TRANSFORMERS
     for kind, rule in RULES.items():
         if isinstance(module, kind):
@@ -373,27 +406,44 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def why_left_out(module: nn.Module) -> str | None:
     """Why a module that has a rule cannot be recorded all the same, or None."""
-    if parametrize.is_parametrized(module):
-        return "its weight is parametrised: the trained parameter is another one"
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
-        return "its weight is not initialised yet (a lazy layer): run the model once before record()"
-    if any("weight_g" in name for name in module._parameters) or (
-        "weight" not in module._parameters and isinstance(getattr(module, "weight", None), Tensor)
-    ):
-        return "its weight is no parameter (old-style weight normalisation)"
-    for parameter in module.parameters(recurse=False):
-        if parameter.dtype not in RECORDED_TYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in RECORDED_TYPES)
-            return f"its weight is {str(parameter.dtype).removeprefix('torch.')}; these types can be recorded: {known}"
-    for kind in RULES:
-        if isinstance(module, kind) and type(module).forward is not kind.forward:
-            return f"its type {type(module).__name__} has a forward of its own"
+    reason = _why_weights_are_left_out(module)
+    if reason is not None:
+        return reason
+    if any(isinstance(module, kind) and type(module).forward is not kind.forward for kind in RULES):
+        return f"its type {type(module).__name__} has a forward of its own"
     for inner in parts_of(module):
         reason = why_left_out(inner)
         if reason is not None:
             return f"of its {type(inner).__name__}: {reason}"
     rule = rule_for(module)
-    return rule.why_left_out(module) if rule is not None else None
+    return None if rule is None else rule.why_left_out(module)
+
+
+def _why_weights_are_left_out(module: nn.Module) -> str | None:
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrised: the trained parameter is another one"
+    parameters = list(module.parameters(recurse=False))
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+        return "its weight is not initialised yet (a lazy layer): run the model once before record()"
+    if _has_computed_weight(module):
+        return "its weight is no parameter (old-style weight normalisation)"
+    for parameter in parameters:
+        if parameter.dtype not in RECORDED_TYPES:
+            known = ", ".join(map(_name_of_type, RECORDED_TYPES))
+            return f"its weight is {_name_of_type(parameter.dtype)}; these types can be recorded: {known}"
+    return None
+
+
+def _has_computed_weight(module: nn.Module) -> bool:
+    """Whether a hook of old-style weight normalisation computes its weight from other parameters."""
+    if any("weight_g" in name for name in module._parameters):
+        return True
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and "weight" not in module._parameters
+
+
+def _name_of_type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def queries_of(layer: Layer, keys: Tensor) -> Tensor:
@@ -401,4 +451,5 @@ def queries_of(layer: Layer, keys: Tensor) -> Tensor:
     if layer.geometry is None:
         return keys
     maps = Maps(keys, layer.geometry)
-    return maps.vectors().reshape(len(keys), math.prod(layer.geometry.positions(maps.size)), layer.d_in)
+    positions = layer.geometry.positions(maps.size)
+    return maps.vectors().reshape(len(keys), math.prod(positions), layer.d_in)

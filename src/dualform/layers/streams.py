@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,12 +48,19 @@ class Geometry:
     mode: str
     """How the border is filled: zeros, reflect, replicate, circular."""
 
-    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
+    @property
+    def spans(self) -> list[int]:
+        """How far a patch reaches along each axis."""
+        return [dilation * (length - 1) + 1 for dilation, length in zip(self.dilation, self.kernel, strict=True)]
+
+    def positions(self, size: Sequence[int]) -> tuple[int, ...]:
         """How many patches there are along each axis of maps of this size."""
-        return tuple(
-            (n + self.padding[2 * i] + self.padding[2 * i + 1] - self.dilation[i] * (self.kernel[i] - 1) - 1) // self.stride[i] + 1
-            for i, n in enumerate(size)
-        )  # fmt: skip
+        found = []
+        for axis, span in enumerate(self.spans):
+            before, after = self.padding[2 * axis : 2 * axis + 2]
+            padded = size[axis] + before + after
+            found.append((padded - span) // self.stride[axis] + 1)
+        return tuple(found)
 
     @property
     def patch(self) -> int:
