@@ -123,3 +123,25 @@ def test_resuming_goes_on(tmp_path):
         F.cross_entropy(model(x).float().flatten(0, 1), x.flatten()).backward()
         made.step()
     assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+@pytest.mark.filterwarnings("ignore:not recorded:UserWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_normalisation_with_frozen_statistics_is_recorded_and_asked(tmp_path, dtype):
+    require(dtype)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
+    model[1].eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(4, 5, dtype=dtype)
+    labels = torch.tensor([0, 1, 2, 0])
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            recorder.batch(label=labels)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.verify().passed
+    assert dual.contributions(x, target=0)["1"].top(2).height == 2 * len(x)
+    assert dual.influence(x, target=0).top(2).height == 2 * len(x)

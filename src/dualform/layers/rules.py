@@ -260,7 +260,7 @@ def _normalised(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) 
     if not statistics:
         normal, mean, scale = torch.native_batch_norm(given, None, None, None, None, True, 0.0, module.eps)
     else:
-        mean, variance = statistics
+        mean, variance = (statistic.to(given.dtype) for statistic in statistics)
         normal = F.batch_norm(given, mean, variance, None, None, False, 0.0, module.eps)
         scale = (variance + module.eps).rsqrt()
     return normal, (mean * scale).unsqueeze(1)
