@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -20,12 +20,10 @@ from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
-from dualform.query.scan import R, query_blocks, scan, tiles
+from dualform.query.scan import Ints, R, query_blocks, scan, tiles
 from dualform.query.scorer import Scorer, Selection
 from dualform.query.search import top_k
 from dualform.query.search.index import TopKRequest
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Scores(NamedTuple):
@@ -62,7 +60,8 @@ class Answer:
         self._silent = silent
         self._executor = executor
         places = np.indices(self._shape).reshape(len(shape), -1)
-        self._address = [pl.Series(name, values, pl.Int64) for name, values in zip(shape, places, strict=True)]
+        self._address = dict(zip(shape, places, strict=True))
+        """Where each query stands along each part of its address, (queries,)."""
 
     @property
     def layer(self) -> Layer:
@@ -96,21 +95,24 @@ class Answer:
             return self._top_groups(k, by, where, absolute, order)
         self._needs_slots("single slots")
         groups = None if per is None else self.groups(per)
-        request = TopKRequest(k, order, self._selection(where), groups)
+        selection = self._selection(where)
+        request = TopKRequest(k, order, selection, groups)
         rankings = top_k(self._scorer, request, self._executor)
         if not rankings:  # no slots, hence no groups
             rankings = [Ranking.empty(self._scorer.queries, self._scorer.dtype)]
         # The ranks of each group begin at 1; groups follow each other in the order of their values
         ranks = [np.arange(1, ranking.slots.shape[1] + 1) for ranking in rankings]
-        ranking = side_by_side(rankings)
-        described = self._scorer.describe(ranking.slots.reshape(-1).numpy())
-        return self._table(ranking.scores, np.concatenate(ranks), described)
+        slots, scores = side_by_side(rankings)
+        flat_slots = slots.reshape(-1).numpy()
+        described = self._scorer.describe(flat_slots)
+        return self._table(scores, np.concatenate(ranks), described)
 
     def best(self, k: int, *, where: Where | None = None, absolute: bool = False, lowest: bool = False) -> Ranking:
         """Return slot numbers and scores as top(k) does, without the slots' columns: for many queries."""
         order = check_top(k, absolute=absolute, lowest=lowest)
         self._needs_slots("single slots")
-        [ranking] = top_k(self._scorer, TopKRequest(k, order, self._selection(where)), self._executor)
+        request = TopKRequest(k, order, self._selection(where))
+        [ranking] = top_k(self._scorer, request, self._executor)
         return ranking
 
     def total(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> pl.DataFrame:
@@ -120,24 +122,34 @@ class Answer:
         """
         sums = self.sums(by, where=where, absolute=absolute)
         # Groups in the order of their values
-        numbered = sums.values.with_row_index(" place").sort(sums.values.columns)
-        order = numbered[" place"].to_numpy().astype(np.int64)
-        values = numbered.drop(" place")
+        numbered = sums.values.with_row_index(" place")
+        ordered = numbered.sort(sums.values.columns)
+        order = ordered[" place"].to_numpy().astype(np.int64)
+        values = ordered.drop(" place")
         totals = sums.totals[:, torch.from_numpy(order)]
         # Column by column: for a single query, a join of tables would take longer than the sums
-        address = [pl.Series(one.name, np.repeat(one.to_numpy(), len(order))) for one in self._address]
         groups = list(values)
         if self._scorer.queries != 1:
-            repeated = np.tile(np.arange(len(order)), self._scorer.queries)
+            every_group = np.arange(len(order))
+            repeated = np.tile(every_group, self._scorer.queries)
             groups = [column.gather(repeated) for column in values]
-        return pl.DataFrame([*address, *groups, pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)])
+        flat_totals = totals.reshape(-1).numpy()
+        return pl.DataFrame(
+            [
+                *self._repeated_address(len(order)),
+                *groups,
+                pl.Series("total", flat_totals, pl.Float64),
+            ]
+        )
 
     def scores(self, *, where: Where | None = None) -> Iterator[Scores]:
         """Return every score, a run of slots at a time: slot numbers (m,) and scores (*queries, m)."""
         self._needs_slots("single slots")
         pieces = self._selection(where).pieces()
-        for tile in tiles(pieces, self._scorer, slice(0, self._scorer.queries)):
-            yield Scores(tile.slots, tile.scores.reshape(*self._shape, len(tile.slots)))
+        every_query = slice(0, self._scorer.queries)
+        for tile in tiles(pieces, self._scorer, every_query):
+            scores = tile.scores.reshape(*self._shape, len(tile.slots))
+            yield Scores(tile.slots, scores)
 
     def groups(self, by: str | Sequence[str]) -> Groups:
         """Return the groups that columns make of the slots, for a reducer of your own: `groups(tile.piece.run)[tile.places]`
@@ -147,7 +159,8 @@ class Answer:
     def reduce(self, reducer: R, *, where: Where | None = None) -> R:
         """Give every score to a reducer of your own (query/scan.py says what one is), and return it."""
         self._needs_slots("single slots")
-        return scan(self._selection(where).pieces(), self._scorer, reducer, self._executor)
+        pieces = self._selection(where).pieces()
+        return scan(pieces, self._scorer, reducer, self._executor)
 
     def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
         """Return the same as total(by) as plain numbers, with visits: for millions of groups."""
@@ -171,15 +184,16 @@ class Answer:
         totals = torch.zeros(scorer.queries, len(groups), dtype=torch.float64)
         found = Totals(groups, 0, absolute)
         for queries in query_blocks(scorer, len(groups)):
-            found = Totals(groups, queries.stop - queries.start, absolute)
-            scan(selection.pieces(), scorer, found, self._executor, queries=queries)
+            count = queries.stop - queries.start
+            found = Totals(groups, count, absolute)
+            pieces = selection.pieces()
+            scan(pieces, scorer, found, self._executor, queries=queries)
             totals[queries] = found.totals.T
         appeared = found.first.argsort(stable=True)
-        values, described = (
-            table[appeared.numpy()].rename({"position": "slot_position"}, strict=False)
-            for table in (groups.values, groups.described())
-        )
-        return Sums(values, totals[:, appeared], found.visits[appeared], described)
+        values = _lines(groups.values, appeared)
+        described = _lines(groups.described(), appeared)
+        visits = found.visits[appeared]
+        return Sums(values, totals[:, appeared], visits, described)
 
     def _stored_sums(self, columns: list[str], absolute: bool) -> Sums | None:
         stored = self._scorer.stored_totals(columns, absolute)
@@ -187,7 +201,8 @@ class Answer:
             return None
         view, totals = stored
         values = view.groups.select(columns)
-        return _without_unused_null(Sums(values, totals, view.visits(self.layer), values))
+        visits = view.visits(self.layer)
+        return _without_unused_null(Sums(values, totals, visits, values))
 
     def _counts_silent(self) -> bool:
         """Return whether silent slots take part, which stored totals leave out."""
@@ -197,8 +212,9 @@ class Answer:
         return self._scorer.store.manifest.keep == "totals" or self._scorer.has_silent()
 
     def _selection(self, where: Where | None) -> Selection:
-        condition = None if where is None else Condition(self._scorer.store, where, self._scorer.end)
-        return Selection(self._scorer, condition, self._silent)
+        scorer = self._scorer
+        condition = None if where is None else Condition(scorer.store, where, scorer.end)
+        return Selection(scorer, condition, self._silent)
 
     def _needs_slots(self, question: str) -> None:
         manifest = self._scorer.store.manifest
@@ -216,25 +232,35 @@ class Answer:
     ) -> pl.DataFrame:
         sums = self.sums(by, where=where, absolute=absolute)
         visited = torch.nonzero(sums.visits > 0)[:, 0]
-        # Totals of absolute values are ranked as they are
-        best = TopK(len(sums.totals), k, "lowest" if order == "lowest" else "highest", torch.float64)
+        if order == "absolute":  # totals of absolute values are ranked as they are
+            order = "highest"
+        best = TopK(len(sums.totals), k, order, torch.float64)
         best.insert(visited, sums.totals[:, visited])
-        slots, scores = best.ranking
-        described = sums.described.with_columns(pl.Series("visits", sums.visits.numpy()))
-        return self._table(scores, np.arange(1, scores.shape[1] + 1), described[slots.reshape(-1).numpy()])
+        groups, scores = best.ranking
+        visits = pl.Series("visits", sums.visits.numpy())
+        described = sums.described.with_columns(visits)
+        flat_groups = groups.reshape(-1).numpy()
+        ranks = np.arange(1, scores.shape[1] + 1)
+        return self._table(scores, ranks, described[flat_groups])
 
     def _table(self, scores: Tensor, ranks: Ints, described: pl.DataFrame) -> pl.DataFrame:
         """Return a line for each query and each of its best scores (queries, k). ranks: (k,). described: more columns."""
         count, width = scores.shape
-        address = [pl.Series(one.name, np.repeat(one.to_numpy(), width), pl.Int64) for one in self._address]
+        all_ranks = np.tile(ranks, count)
+        flat_scores = scores.reshape(-1).numpy()
         return pl.DataFrame(
             [
-                *address,
-                pl.Series("rank", np.tile(ranks, count), pl.Int64),
-                pl.Series(self.value, scores.reshape(-1).numpy()),
+                *self._repeated_address(width),
+                pl.Series("rank", all_ranks, pl.Int64),
+                pl.Series(self.value, flat_scores),
                 *described.get_columns(),
             ]
         )
+
+    def _repeated_address(self, times: int) -> Iterator[pl.Series]:
+        """Return the columns that say which query a line is of, each query for so many lines."""
+        for name, places in self._address.items():
+            yield pl.Series(name, np.repeat(places, times), pl.Int64)
 
 
 def check_top(k: object, *, absolute: bool, lowest: bool) -> Order:
@@ -250,12 +276,25 @@ def check_top(k: object, *, absolute: bool, lowest: bool) -> Order:
 
 def _without_unused_null(sums: Sums) -> Sums:
     """Drop the group of slots that have no row, unless this layer has such slots: stored totals have it for all layers."""
-    is_null = sums.values.select(pl.all_horizontal(pl.all().is_null())).to_series()
+    all_null = pl.all_horizontal(pl.all().is_null())
+    is_null = sums.values.select(all_null).to_series()
     place = is_null.arg_max()
     if place is None or not is_null[place]:
         return sums
-    if bool(sums.visits[place]) or bool(sums.totals[:, place].any()):
+    totals = sums.totals[:, place]
+    if bool(sums.visits[place]) or bool(totals.any()):
         return sums
     others = np.flatnonzero(~is_null.to_numpy())
     numbers = torch.from_numpy(others)
-    return Sums(sums.values[others], sums.totals[:, numbers], sums.visits[numbers], sums.described[others])
+    return Sums(
+        sums.values[others],
+        sums.totals[:, numbers],
+        sums.visits[numbers],
+        sums.described[others],
+    )
+
+
+def _lines(groups: pl.DataFrame, places: Tensor) -> pl.DataFrame:
+    """Return some lines of a table of groups, in this order."""
+    lines = groups[places.numpy()]
+    return lines.rename({"position": "slot_position"}, strict=False)

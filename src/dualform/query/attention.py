@@ -53,11 +53,13 @@ class AttentionScorer(Scorer):
         known = self._by_key  # read once: another thread may replace it at any time
         if known is not None and known[0] == queries:
             return known[1]
+        name = self.layer.name
         own = part(self._queries[queries], self._columns)
         # A slot's weights are one run of memory
-        found = own.new_empty(self.store.key_count(self.layer.name), len(own))
-        for first, keys in self.store.passing(self.layer.name, "key", self.dtype):
-            torch.mm(part(keys, self._columns), own.T, out=found[first : first + len(keys)])
+        found = own.new_empty(self.store.key_count(name), len(own))
+        for first, keys in self.store.passing(name, "key", self.dtype):
+            end = first + len(keys)
+            torch.mm(part(keys, self._columns), own.T, out=found[first:end])
         self._by_key = (queries, found)
         return found
 
@@ -74,7 +76,8 @@ class AttentionScorer(Scorer):
 
     def _bounds(self, slots: Tensor, order: Order) -> AttentionBounds:
         keys = StoredVectors(self.store, self.layer, "key", self.dtype)
-        return AttentionBounds(Products(self._queries, keys, self._key_numbers(slots)), order)
+        products = Products(self._queries, keys, self._key_numbers(slots))
+        return AttentionBounds(products, order)
 
     def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
         """Return totals from the sums of each group's keys. For absolute values, no key and no query may be negative."""
@@ -84,8 +87,11 @@ class AttentionScorer(Scorer):
         if absolute and (view.has_negative_keys(self.layer) or bool((self._queries < 0).any())):
             return None
         if self.layer.form == "numbers" and self._queries.shape[1] == 1:
-            return view, view.key_sums(self.layer).double()[:, self._queries.reshape(-1).long()].T
-        return view, view.dots(self.layer, part(self._queries, self._columns), self._columns)
+            sums = view.key_sums(self.layer).double()
+            numbers = self._queries.reshape(-1).long()
+            return view, sums[:, numbers].T
+        own = part(self._queries, self._columns)
+        return view, view.dots(self.layer, own, self._columns)
 
 
 class LayerAttention(Answer):

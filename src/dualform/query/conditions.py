@@ -41,12 +41,14 @@ class Condition:
         self._is_text = isinstance(where, str)
         self.columns = set(self._expression.meta.root_names())
         _check_columns(self.columns, store, name)
-        self._positional = self.columns & {c.name for c in store.manifest.columns if c.per == "position"}
+        per_position = {column.name for column in store.manifest.columns if column.per == "position"}
+        self._positional = self.columns & per_position
         self._by_layer: dict[str, Bools] = {}
         self._rows: Bools | None = None
         """(rows,): which rows match; None: the condition is on positions."""
         if not self.is_positional:
-            self._rows = evaluate(self._expression, rows_before(self._store, self._end), name)
+            rows = rows_before(store, end)
+            self._rows = evaluate(self._expression, rows, name)
 
     @property
     def is_positional(self) -> bool:
@@ -60,9 +62,12 @@ class Condition:
             return matches[chunk.first_slot : chunk.first_slot + chunk.slots]
         if chunk.shared is not None:
             return self._with_shared_slots(chunk, self._rows)
-        here = self._rows[slice(*chunk.row_range)]
-        if not here.any() or here.all():  # most chunks, where few rows match
-            return np.full(chunk.slots, bool(here.any()))
+        first, end = chunk.row_range
+        here = self._rows[first:end]
+        if not here.any():  # most chunks, where few rows match
+            return np.zeros(chunk.slots, np.bool_)
+        if here.all():
+            return np.ones(chunk.slots, np.bool_)
         return self._rows[chunk.rows()]
 
     def _with_shared_slots(self, chunk: SlotChunk, row_matches: Bools) -> Bools:
@@ -70,10 +75,10 @@ class Condition:
         has_row = rows != NO_ROW
         matches = np.empty(chunk.slots, np.bool_)
         matches[has_row] = row_matches[rows[has_row]]
+        matches[~has_row] = False
         if self._looks_at_one_row(rows_before(self._store, self._end)):
-            matches[~has_row] = _evaluate_shared(self._expression, self._slot_table(chunk).filter(~has_row), self._name)
-        else:
-            matches[~has_row] = False
+            shared = self._slot_table(chunk).filter(~has_row)
+            matches[~has_row] = _evaluate_shared(self._expression, shared, self._name)
         return matches
 
     def _of_layer(self, layer: str) -> Bools:
@@ -86,7 +91,8 @@ class Condition:
         chunks = list(self._store.addresses(layer, end_step=self._end))
         tables = [self._slot_table(chunk) for chunk in chunks]
         table = pl.concat(tables) if tables else pl.DataFrame(schema={"position": pl.Int64})
-        has_row = np.concatenate([np.zeros(0, np.bool_), *(chunk.rows() != NO_ROW for chunk in chunks)])
+        rows = [chunk.rows() for chunk in chunks]
+        has_row = np.concatenate([np.zeros(0, np.int64), *rows]) != NO_ROW
         of_rows = table.filter(has_row)
         for column in self._positional:
             if of_rows[column].null_count():
@@ -96,10 +102,10 @@ class Condition:
                 )
         matches = np.empty(len(has_row), np.bool_)
         matches[has_row] = evaluate(self._expression, of_rows, self._name)
+        matches[~has_row] = False
         if self._looks_at_one_row(table):
-            matches[~has_row] = _evaluate_shared(self._expression, table.filter(~has_row), self._name)
-        else:
-            matches[~has_row] = False
+            shared = table.filter(~has_row)
+            matches[~has_row] = _evaluate_shared(self._expression, shared, self._name)
         return matches
 
     def _looks_at_one_row(self, table: pl.DataFrame) -> bool:
@@ -107,12 +113,15 @@ class Condition:
         return self._is_text or _decides_alone(self._expression, table)
 
     def _slot_table(self, chunk: SlotChunk) -> pl.DataFrame:
-        return self._store.slot_table(chunk, sorted(self.columns - {"position"}))
+        columns = self.columns - {"position"}
+        return self._store.slot_table(chunk, sorted(columns))
 
 
 def rows_before(store: Store, end: int) -> pl.DataFrame:
     """Return the row table up to step `end`."""
-    return store.rows if end >= store.end_step else store.rows.filter(pl.col("step") < end)
+    if end >= store.end_step:
+        return store.rows
+    return store.rows.filter(pl.col("step") < end)
 
 
 def matching_groups(where: Where, groups: pl.DataFrame, rows: pl.DataFrame | None, name: str) -> Bools | None:
@@ -123,12 +132,15 @@ def matching_groups(where: Where, groups: pl.DataFrame, rows: pl.DataFrame | Non
     """
     expression = read_condition(where, name)
     if isinstance(where, str) or (rows is None and _decides_alone(expression, groups)):
-        is_shared = groups.select(pl.all_horizontal(pl.all().is_null())).to_series().to_numpy()
+        all_null = pl.all_horizontal(pl.all().is_null())
+        is_shared = groups.select(all_null).to_series().to_numpy()
         matches = np.empty(groups.height, np.bool_)
         matches[~is_shared] = evaluate(expression, groups.filter(~is_shared), name)
         matches[is_shared] = _evaluate_shared(expression, groups.filter(is_shared), name)
         return matches
-    return None if rows is None else _matches_of_rows(expression, groups, rows, name)
+    if rows is None:
+        return None
+    return _matches_of_rows(expression, groups, rows, name)
 
 
 def _matches_of_rows(expression: pl.Expr, groups: pl.DataFrame, rows: pl.DataFrame, name: str) -> Bools | None:
@@ -140,7 +152,8 @@ def _matches_of_rows(expression: pl.Expr, groups: pl.DataFrame, rows: pl.DataFra
     by_group = pl.DataFrame([*rows.select(columns), matches]).unique()
     if by_group.height > by_group.select(columns).n_unique():
         return None
-    found = groups.join(by_group, on=columns, how="left", nulls_equal=True, maintain_order="left")["matches"]
+    joined = groups.join(by_group, on=columns, how="left", nulls_equal=True, maintain_order="left")
+    found = joined["matches"]
     has_no_row = found.is_null().to_numpy()
     result = found.fill_null(False).to_numpy().copy()
     if has_no_row.any() and _decides_alone(expression, rows):
@@ -156,7 +169,8 @@ def _decides_alone(expression: pl.Expr, table: pl.DataFrame) -> bool:
     if not table.height or not expression.meta.root_names():
         return True
     columns = sorted(set(expression.meta.root_names()))
-    lines = table.select(columns).unique(maintain_order=True).head(TRIED).with_row_index(" line")
+    distinct = table.select(columns).unique(maintain_order=True)
+    lines = distinct.head(TRIED).with_row_index(" line")
     repeated = pl.concat([lines, lines.reverse()] * REPEATED)
     try:
         together = repeated.select(" line", result=expression)
@@ -182,7 +196,8 @@ def evaluate(expression: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
 
 def _evaluate_shared(expression: pl.Expr, table: pl.DataFrame, name: str) -> Bools:
     """Return which slots that serve all rows match, (lines,). Null is no match."""
-    return _evaluated(expression, table, name).fill_null(False).to_numpy()
+    result = _evaluated(expression, table, name)
+    return result.fill_null(False).to_numpy()
 
 
 def _evaluated(expression: pl.Expr, table: pl.DataFrame, name: str) -> pl.Series:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from dualform.errors import QuestionError
+from dualform.query.scan import Ints
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Groups:
@@ -34,30 +32,43 @@ class Groups:
         """The group of the slots without a row, by step."""
         self._slot_codes: dict[int, Ints] = {}
         """Of groups of positions: the group of each slot, by the number of a chunk's first slot."""
-        chunks = [] if layer is None else list(store.addresses(layer, end_step=end))
-        per_position = {column.name for column in store.manifest.columns if column.per == "position"}
-        if per_position & set(self.by) or "position" in self.by:
+        chunks: list[SlotChunk] = []
+        if layer is not None:
+            chunks += store.addresses(layer, end_step=end)
+        if self._is_positional:
             self.values = self._number_slots(chunks)
         else:
             self.values = self._number_rows(chunks)
 
+    @property
+    def _is_positional(self) -> bool:
+        """Whether the positions of a row may be in different groups."""
+        columns = self._store.manifest.columns
+        per_position = {column.name for column in columns if column.per == "position"}
+        per_position.add("position")
+        return not per_position.isdisjoint(self.by)
+
     def _number_slots(self, chunks: Sequence[SlotChunk]) -> pl.DataFrame:
         columns = [name for name in self.by if name != "position"]
         tables = [self._store.slot_table(chunk, columns).select(self.by) for chunk in chunks]
-        table = pl.concat(tables) if tables else pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
-        values, codes = _number(table)
+        if not tables:
+            return pl.DataFrame(schema=dict.fromkeys(self.by, pl.Int64))
+        values, codes = _number(pl.concat(tables))
         low = 0
-        for chunk, part in zip(chunks, tables, strict=True):
-            self._slot_codes[chunk.first_slot] = codes[low : low + part.height]
-            low += part.height
+        for chunk in chunks:
+            high = low + chunk.slots
+            self._slot_codes[chunk.first_slot] = codes[low:high]
+            low = high
         return values
 
     def _number_rows(self, chunks: Sequence[SlotChunk]) -> pl.DataFrame:
         rows = self._rows.select(self.by)
         steps = _shared_steps(chunks)
-        values, codes = _number(pl.concat([rows, _without_row(rows, steps)]))
+        lines = pl.concat([rows, _without_row(rows, steps)])
+        values, codes = _number(lines)
         self._row_codes = codes[: rows.height]
-        self._shared_codes = dict(zip(steps.tolist(), codes[rows.height :].tolist(), strict=True))
+        shared_codes = codes[rows.height :]
+        self._shared_codes = dict(zip(steps.tolist(), shared_codes.tolist(), strict=True))
         return values
 
     def __len__(self) -> int:
@@ -73,27 +84,31 @@ class Groups:
         has_row = rows != NO_ROW
         codes = np.empty(len(rows), np.int64)
         codes[has_row] = self._row_codes[rows[has_row]]
-        steps = chunk.per_slot(chunk.blocks[:, 0])[~has_row]
-        codes[~has_row] = [self._shared_codes[step] for step in steps.tolist()]
+        steps = chunk.per_slot(chunk.blocks[:, 0])
+        shared_steps = steps[~has_row]
+        codes[~has_row] = [self._shared_codes[step] for step in shared_steps.tolist()]
         return codes
 
     def described(self) -> pl.DataFrame:
         """Return the groups with those other columns that are the same for all rows of a group (a sample's label)."""
         if self._row_codes is None:
             return self.values
-        others = [c.name for c in self._store.manifest.columns if c.name not in self.by and c.per == "row"]
+        columns = self._store.manifest.columns
+        others = [c.name for c in columns if c.per == "row" and c.name not in self.by]
         if not others:
             return self.values
+        is_one = pl.col(others).n_unique() == 1
         table = (
             self._rows.select(self.by + others)
             .group_by(self.by)
             .agg(
-                *(pl.col(name).first() for name in others),
-                *((pl.col(name).n_unique() == 1).alias(f"{name} is one") for name in others),
+                pl.col(others).first(),
+                is_one.name.suffix(" is one"),
             )
         )
         same = [name for name in others if bool(table[f"{name} is one"].all())]
-        return self.values.join(table.select(self.by + same), on=self.by, how="left", maintain_order="left")
+        described = table.select(self.by + same)
+        return self.values.join(described, on=self.by, how="left", maintain_order="left")
 
 
 def _check_columns(store: Store, by: list[str]) -> None:
@@ -114,16 +129,21 @@ def _shared_steps(chunks: Sequence[SlotChunk]) -> Ints:
 
 def _without_row(like: pl.DataFrame, steps: Ints) -> pl.DataFrame:
     """A line for each of these steps, with null in all other columns. like: has the columns and their types."""
+    nothing = [None] * len(steps)
     return pl.DataFrame(
-        [
-            pl.Series(name, steps, kind) if name == "step" else pl.Series(name, [None] * len(steps), kind)
-            for name, kind in like.schema.items()
-        ]
+        [pl.Series(name, steps if name == "step" else nothing, kind) for name, kind in like.schema.items()]
     )
 
 
 def _number(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     values = table.unique().sort(table.columns)
     numbered = values.with_row_index(" number")
-    codes = table.join(numbered, on=table.columns, how="left", maintain_order="left", nulls_equal=True)[" number"]
-    return values, codes.to_numpy().astype(np.int64)
+    joined = table.join(
+        numbered,
+        on=table.columns,
+        how="left",
+        maintain_order="left",
+        nulls_equal=True,
+    )
+    codes = joined[" number"].to_numpy()
+    return values, codes.astype(np.int64)

@@ -32,15 +32,22 @@ class Ranking(NamedTuple):
     @staticmethod
     def empty(queries: int, dtype: torch.dtype) -> Ranking:
         """Return a ranking without slots."""
-        return Ranking(torch.zeros(queries, 0, dtype=torch.int64), torch.zeros(queries, 0, dtype=dtype))
+        slots = torch.zeros(queries, 0, dtype=torch.int64)
+        scores = torch.zeros(queries, 0, dtype=dtype)
+        return Ranking(slots, scores)
+
+    def at(self, places: Tensor) -> Ranking:
+        """Return some entries of each query, (queries, m)."""
+        slots = self.slots.gather(1, places)
+        scores = self.scores.gather(1, places)
+        return Ranking(slots, scores)
 
     def best(self, k: int, order: Order) -> Ranking:
         """Return the k best. Of equal scores, the one with the lower slot number is better."""
-        by_slot = self.slots.sort(dim=1).indices
-        keys = rank_keys(self.scores, order).gather(1, by_slot)
-        by_key = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        places = by_slot.gather(1, by_key)
-        return Ranking(self.slots.gather(1, places), self.scores.gather(1, places))
+        by_slot = self.at(self.slots.argsort(dim=1))
+        keys = rank_keys(by_slot.scores, order)
+        best = _best_first(keys)[:, :k]
+        return by_slot.at(best)
 
 
 def merged(one: Ranking, other: Ranking, k: int, order: Order) -> Ranking:
@@ -52,18 +59,25 @@ def merged(one: Ranking, other: Ranking, k: int, order: Order) -> Ranking:
 
 def side_by_side(rankings: list[Ranking]) -> Ranking:
     """Join rankings of the same queries."""
-    slots = torch.cat([ranking.slots for ranking in rankings], 1)
-    scores = torch.cat([ranking.scores for ranking in rankings], 1)
-    return Ranking(slots, scores)
+    slots, scores = zip(*rankings, strict=True)
+    return Ranking(torch.cat(slots, 1), torch.cat(scores, 1))
 
 
 def stacked(rankings: list[Ranking], dtype: torch.dtype) -> Ranking:
     """Join rankings of different queries, one below the other."""
     if not rankings:
         return Ranking.empty(0, dtype)
-    slots = torch.cat([ranking.slots for ranking in rankings])
-    scores = torch.cat([ranking.scores for ranking in rankings])
-    return Ranking(slots, scores)
+    slots, scores = zip(*rankings, strict=True)
+    return Ranking(torch.cat(slots), torch.cat(scores))
+
+
+def stacked_by_group(blocks: list[list[Ranking]], groups: int, dtype: torch.dtype) -> list[Ranking]:
+    """Join the rankings of each group. blocks: of different queries, a ranking for each group."""
+    joined = []
+    for group in range(groups):
+        own = [block[group] for block in blocks]
+        joined.append(stacked(own, dtype))
+    return joined
 
 
 def top_places(keys: Tensor, k: int, codes: Tensor | None = None, groups: int = 1) -> list[Tensor]:
@@ -78,24 +92,30 @@ def top_places(keys: Tensor, k: int, codes: Tensor | None = None, groups: int = 
         return [_top_places(keys, k)]
     places = []
     for members in columns_by_group(codes, groups):
-        best = _top_places(keys.index_select(1, members), k)
+        own_keys = keys.index_select(1, members)
+        best = _top_places(own_keys, k)
         places.append(members[best])
     return places
 
 
 def columns_by_group(codes: Tensor, groups: int) -> list[Tensor]:
     """Return the places of each group's members, ascending."""
-    order = torch.sort(codes, stable=True).indices
-    counts = torch.bincount(codes, minlength=groups).tolist()
-    return list(torch.split(order, counts))
+    by_group = codes.argsort(stable=True)
+    counts = torch.bincount(codes, minlength=groups)
+    return list(torch.split(by_group, counts.tolist()))
 
 
 def _top_places(keys: Tensor, k: int) -> Tensor:
     if keys.shape[1] <= FEW * k:
-        return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        return _best_first(keys)[:, :k]
     places = _highest_in_place(keys, k)
-    order = keys.gather(1, places).sort(dim=1, descending=True, stable=True).indices
-    return places.gather(1, order)
+    highest_keys = keys.gather(1, places)
+    return places.gather(1, _best_first(highest_keys))
+
+
+def _best_first(keys: Tensor) -> Tensor:
+    """Return the order of each row's keys, the highest first. Equal keys stay in their order."""
+    return keys.argsort(dim=1, descending=True, stable=True)
 
 
 def _highest_in_place(keys: Tensor, k: int) -> Tensor:
@@ -103,9 +123,13 @@ def _highest_in_place(keys: Tensor, k: int) -> Tensor:
     found = keys.topk(k, dim=1)
     lowest = found.values[:, -1:]
     places = found.indices.sort(dim=1).values
-    rows_with_ties = torch.nonzero((keys >= lowest).sum(1) > k)[:, 0]
-    for row in rows_with_ties.tolist():
-        above = torch.nonzero(keys[row] > lowest[row])[:, 0]
-        equal = torch.nonzero(keys[row] == lowest[row])[: k - len(above), 0]
-        places[row] = torch.cat([above, equal]).sort().values
+    has_ties = (keys >= lowest).sum(1) > k
+    for row in torch.nonzero(has_ties).flatten().tolist():
+        own = keys[row]
+        limit = lowest[row]
+        above = torch.nonzero(own > limit).flatten()
+        equal = torch.nonzero(own == limit).flatten()
+        first_equal = equal[: k - len(above)]
+        chosen = torch.cat([above, first_equal])
+        places[row] = chosen.sort().values
     return places

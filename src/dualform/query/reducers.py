@@ -16,14 +16,14 @@ class TopK:
     """The k best slots of each query."""
 
     def __init__(self, queries: int, k: int, order: Order, dtype: torch.dtype):
-        self._settings = (queries, k, order, dtype)
         self._k = k
         self._order = order
         self.ranking = Ranking.empty(queries, dtype)
 
     def empty(self) -> TopK:
         """Return one that has seen nothing."""
-        return TopK(*self._settings)
+        slots, scores = self.ranking
+        return TopK(len(slots), self._k, self._order, scores.dtype)
 
     def add(self, tile: Tile) -> None:
         """Take in a tile."""
@@ -37,8 +37,10 @@ class TopK:
         """Take in scores (queries, m) of slots (m,), which ascend."""
         if not len(slots):
             return
-        [places] = top_places(rank_keys(scores, self._order), self._k)
-        self._take(Ranking(slots[places], scores.gather(1, places)))
+        keys = rank_keys(scores, self._order)
+        [places] = top_places(keys, self._k)
+        best_scores = scores.gather(1, places)
+        self._take(Ranking(slots[places], best_scores))
 
     def _take(self, other: Ranking) -> None:
         self.ranking = merged(self.ranking, other, self._k, self._order)
@@ -47,10 +49,11 @@ class TopK:
 class TopKPerGroup:
     """The k best slots of each query in each group."""
 
-    def __init__(self, groups: Groups, queries: int, k: int, order: Order, dtype: torch.dtype):
+    def __init__(self, groups: Groups, best: TopK):
+        """best: says what the best of a group are."""
         self._groups = groups
-        self._settings = (queries, k, order, dtype)
-        self._best = [TopK(*self._settings) for _ in range(len(groups))]
+        self._empty = best.empty()
+        self._best = [best.empty() for _ in range(len(groups))]
 
     @property
     def rankings(self) -> list[Ranking]:
@@ -59,14 +62,16 @@ class TopKPerGroup:
 
     def empty(self) -> TopKPerGroup:
         """Return one that has seen nothing."""
-        return TopKPerGroup(self._groups, *self._settings)
+        return TopKPerGroup(self._groups, self._empty)
 
     def add(self, tile: Tile) -> None:
         """Take in a tile."""
-        codes = torch.from_numpy(self._groups(tile.piece.run)[tile.places])
+        codes = _codes(tile, self._groups)
         for code in torch.unique(codes).tolist():
-            members = torch.nonzero(codes == code)[:, 0]
-            self._best[code].insert(tile.slots[members], tile.scores[:, members])
+            members = torch.nonzero(codes == code).flatten()
+            slots = tile.slots[members]
+            scores = tile.scores[:, members]
+            self._best[code].insert(slots, scores)
 
     def merge(self, other: TopKPerGroup) -> None:
         """Take in the best of other slots."""
@@ -78,13 +83,14 @@ class Totals:
     """The sum of the scores of each group, for each query; absolute: of their absolute values."""
 
     def __init__(self, groups: Groups, queries: int, absolute: bool):
+        count = len(groups)
         self._groups = groups
         self._queries = queries
         self._absolute = absolute
-        self.totals = torch.zeros(len(groups), queries, dtype=torch.float64)
-        self.visits = torch.zeros(len(groups), dtype=torch.int64)
+        self.totals = torch.zeros(count, queries, dtype=torch.float64)
+        self.visits = torch.zeros(count, dtype=torch.int64)
         """(groups,): how many slots each group has."""
-        self.first = torch.full((len(groups),), NO_SLOT)
+        self.first = torch.full((count,), NO_SLOT)
         """(groups,): the lowest slot number in each group."""
 
     def empty(self) -> Totals:
@@ -93,10 +99,13 @@ class Totals:
 
     def add(self, tile: Tile) -> None:
         """Take in a tile."""
-        codes = torch.from_numpy(self._groups(tile.piece.run)[tile.places])
-        scores = tile.scores.abs() if self._absolute else tile.scores
+        codes = _codes(tile, self._groups)
+        scores = tile.scores
+        if self._absolute:
+            scores = scores.abs()
         self.totals.index_add_(0, codes, scores.T.double())
-        self.visits.index_add_(0, codes, torch.ones_like(codes))
+        once = torch.ones_like(codes)
+        self.visits.index_add_(0, codes, once)
         self.first.scatter_reduce_(0, codes, tile.slots, "amin")
 
     def merge(self, other: Totals) -> None:
@@ -123,3 +132,9 @@ class Sum:
     def merge(self, other: Sum) -> None:
         """Add the sum of other slots."""
         self.total += other.total
+
+
+def _codes(tile: Tile, groups: Groups) -> Tensor:
+    """Return the group of each slot of a tile, (m,)."""
+    codes = groups(tile.piece.run)
+    return torch.from_numpy(codes[tile.places])

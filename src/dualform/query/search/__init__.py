@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from dualform.query.ranking import Ranking, stacked
+from dualform.query.ranking import Ranking, stacked_by_group
 from dualform.query.reducers import TopK, TopKPerGroup
 from dualform.query.scan import query_blocks, scan
 from dualform.query.search.index import TopKRequest
@@ -26,20 +26,26 @@ def top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None
     Exact, whichever way it is found.
     """
     index = scorer.index() if USE_INDEX else None
-    found = None if index is None else index.search(request)
-    return scan_top_k(scorer, request, executor) if found is None else found
+    if index is not None:
+        found = index.search(request)
+        if found is not None:
+            return found
+    return scan_top_k(scorer, request, executor)
 
 
 def scan_top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None) -> list[Ranking]:
     """Return the same by computing all scores."""
+    groups = request.groups
     blocks: list[list[Ranking]] = []
     for queries in query_blocks(scorer, request.k * request.group_count):
-        settings = (queries.stop - queries.start, request.k, request.order, scorer.dtype)
+        count = queries.stop - queries.start
         pieces = request.selection.pieces()
-        if request.groups is None:
-            best = scan(pieces, scorer, TopK(*settings), executor, queries=queries)
+        best = TopK(count, request.k, request.order, scorer.dtype)
+        if groups is None:
+            scan(pieces, scorer, best, executor, queries=queries)
             blocks.append([best.ranking])
         else:
-            reducer = TopKPerGroup(request.groups, *settings)
-            blocks.append(scan(pieces, scorer, reducer, executor, queries=queries).rankings)
-    return [stacked([block[group] for block in blocks], scorer.dtype) for group in range(request.group_count)]
+            best_per_group = TopKPerGroup(groups, best)
+            scan(pieces, scorer, best_per_group, executor, queries=queries)
+            blocks.append(best_per_group.rankings)
+    return stacked_by_group(blocks, request.group_count, scorer.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,8 @@ class StoredVectors:
     @property
     def sketch(self) -> Sketch:
         """The sketch of all vectors. The first question reads all of them to make it."""
-        return self._store.cached(("sketch", self._layer.name, self._what, self._dtype), self._make_sketch)
+        key = ("sketch", self._layer.name, self._what, self._dtype)
+        return self._store.cached(key, self._make_sketch)
 
     def _make_sketch(self) -> Sketch:
         name = self._layer.name
@@ -69,12 +71,15 @@ class StoredVectors:
 
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor:
         """Return queries (m, d) · the vectors with these numbers, (m, n). numbers ascend."""
-        found = self._store.picked(self._number, self._what).dots(queries, numbers)
+        table = self._store.picked(self._number, self._what)
+        found = table.dots(queries, numbers)
         if found is not None:
             return found
         found = queries.new_empty(len(queries), len(numbers))
         for low in range(0, len(numbers), READ):
-            found[:, low : low + READ] = queries @ self._read(numbers[low : low + READ]).T
+            high = low + READ
+            vectors = self._read(numbers[low:high])
+            found[:, low:high] = queries @ vectors.T
         return found
 
     def _read(self, numbers: Tensor) -> Tensor:
@@ -85,7 +90,8 @@ def key_numbers(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
     """Return the numbers of the stored keys of some slots: several slots may share one."""
     if not store.has_equal_keys(layer):
         return slots
-    return store.cached(("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)[slots]
+    numbers = store.cached(("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)
+    return numbers[slots]
 
 
 def _all_key_numbers(store: Store, layer: str, end: int) -> Tensor:
@@ -131,85 +137,94 @@ class Products:
         rests = rests.index_select(0, numbers)
         found = self._vectors.sketch.table.dots(own, numbers)
         if found is None:
-            parts = [own @ near.index_select(0, some).to(own.dtype).T for some in torch.split(numbers, STRETCH)]
+            parts = []
+            for some in torch.split(numbers, STRETCH):
+                vectors = near.index_select(0, some).to(own.dtype)
+                parts.append(own @ vectors.T)
             found = torch.cat(parts, 1)
         return found, own_rests, rests
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """Return the products, (queries, places). A vector that several members share is read once."""
+        own = self._queries[queries]
         numbers = self._numbers[places]
         if bool((numbers.diff() > 0).all()):
-            return self._vectors.dots(self._queries[queries], numbers)
+            return self._vectors.dots(own, numbers)
         distinct, positions = torch.unique(numbers, return_inverse=True)
-        return self._vectors.dots(self._queries[queries], distinct)[:, positions]
+        products = self._vectors.dots(own, distinct)
+        return products[:, positions]
 
 
+@dataclass(eq=False)
 class AttentionBounds:
     """Bounds on key · query."""
 
-    def __init__(self, keys: Products, order: Order):
-        self._keys = keys
-        self._order = order
+    keys: Products
+    order: Order
 
     @property
     def lengths(self) -> Tensor:
         """(members,)"""
-        return self._keys.lengths
+        return self.keys.lengths
 
     @property
     def sizes(self) -> Tensor:
         """(queries,)"""
-        return self._keys.sizes
+        return self.keys.sizes
 
     def bound(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return estimates and upper bounds."""
-        estimates, own_rests, rests = self._keys.estimate(queries, places)
-        guess = rank_keys(estimates, self._order)
+        estimates, own_rests, rests = self.keys.estimate(queries, places)
+        guess = rank_keys(estimates, self.order)
         return guess, torch.addr(guess, own_rests, rests)
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores."""
-        return self._keys.exact(queries, places)
+        return self.keys.exact(queries, places)
 
 
+@dataclass(eq=False)
 class ContributionBounds:
     """Bounds on (weight coefficient · (key · query) + bias coefficient) · (error signal · slope)."""
 
-    def __init__(self, keys: Products, errors: Products, weight: Tensor, bias: Tensor, order: Order):
-        """weight, bias: (members,), the negative coefficients of a layer's weight and bias."""
-        self._keys = keys
-        self._errors = errors
-        self._weight = weight
-        self._bias = bias
-        self._order = order
+    keys: Products
+    errors: Products
+    weight: Tensor
+    """(members,): the negative coefficients of a layer's weight."""
+    bias: Tensor
+    """(members,): those of its bias."""
+    order: Order
 
     @property
     def lengths(self) -> Tensor:
         """(members,)"""
-        attention = self._keys.lengths * self._weight.abs() + self._bias.abs()
-        return attention * self._errors.lengths
+        attention = self.keys.lengths * self.weight.abs() + self.bias.abs()
+        return attention * self.errors.lengths
 
     @property
     def sizes(self) -> Tensor:
         """(queries,)"""
-        return self._keys.sizes.clamp(min=1) * self._errors.sizes
+        return self.keys.sizes.clamp(min=1) * self.errors.sizes
 
     def bound(self, queries: slice, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return estimates and upper bounds.
 
         For a = near_a ± off_a and b = near_b ± off_b: |a b − near_a near_b| ≤ |near_a| off_b + off_a (|near_b| + off_b).
         """
-        weight = self._weight[places]
-        estimates, own_rests, rests = self._keys.estimate(queries, places)
-        attention = estimates * weight + self._bias[places]
+        weight = self.weight[places]
+        estimates, own_rests, rests = self.keys.estimate(queries, places)
+        attention = estimates * weight + self.bias[places]
         attention_off = torch.outer(own_rests, rests * weight.abs())
-        slopes, own_rests, rests = self._errors.estimate(queries, places)
+        slopes, own_rests, rests = self.errors.estimate(queries, places)
         slopes_off = torch.outer(own_rests, rests)
-        guess = rank_keys(attention * slopes, self._order)
+        guess = rank_keys(attention * slopes, self.order)
         bound = torch.addcmul(guess, attention.abs(), slopes_off)
         return guess, bound.addcmul_(attention_off, slopes_off.add_(slopes.abs()))
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores."""
-        attention = self._keys.exact(queries, places).mul_(self._weight[places]).add_(self._bias[places])
-        return attention.mul_(self._errors.exact(queries, places))
+        attention = self.keys.exact(queries, places)
+        attention.mul_(self.weight[places])
+        attention.add_(self.bias[places])
+        slopes = self.errors.exact(queries, places)
+        return attention.mul_(slopes)

@@ -6,11 +6,15 @@ be among the k best. Nothing is approximate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.query.ranking import Order, Ranking, merged, rank_keys, stacked, top_places
+from dualform.query.ranking import Order, Ranking, merged, rank_keys, stacked_by_group, top_places
+from dualform.query.scan import Bools
 from dualform.query.search.bounds import Bounds
 from dualform.query.search.members import Members
 
@@ -40,57 +44,71 @@ def best_members(
         looked_at = torch.arange(total)
         size = max(1, queries)
     else:
-        count = min(total, max(LOOK, LOOK_PER_WANTED * k * members.groups))
-        looked_at = bounds.lengths.topk(count).indices.sort().values
-        size = max(1, min(MOST_QUERIES, 8 * TILE // count))
+        wanted = k * members.groups
+        count = min(total, max(LOOK, LOOK_PER_WANTED * wanted))
+        longest = bounds.lengths.topk(count).indices
+        looked_at = longest.sort().values
+        fitting = 8 * TILE // count
+        size = max(1, min(MOST_QUERIES, fitting))
     blocks: list[list[Ranking]] = []
     for first in range(0, queries, size):
-        search = _Search(bounds, members, k, order, slice(first, min(first + size, queries)), dtype)
-        blocks.append([members.slots_of(ranking, k, order) for ranking in search.run(looked_at)])
-    return [stacked([block[group] for block in blocks], dtype) for group in range(members.groups)]
+        block = slice(first, min(first + size, queries))
+        search = _Search(bounds, members, k, order, block, dtype)
+        best = search.run(looked_at)
+        found = [members.slots_of(ranking, k, order) for ranking in best]
+        blocks.append(found)
+    return stacked_by_group(blocks, members.groups, dtype)
 
 
+@dataclass(frozen=True, eq=False)
 class _Search:
     """A search for the best members of some queries. Its rankings hold the places of members instead of slot numbers."""
 
-    def __init__(self, bounds: Bounds, members: Members, k: int, order: Order, queries: slice, dtype: torch.dtype):
-        self._bounds = bounds
-        self._members = members
-        self._k = k
-        self._order = order
-        self._queries = queries
-        self._count = queries.stop - queries.start
-        self._dtype = dtype
+    bounds: Bounds
+    members: Members
+    k: int
+    order: Order
+    queries: slice
+    dtype: torch.dtype
 
     def run(self, looked_at: Tensor) -> list[Ranking]:
         """Return the best members of each group. looked_at: the places of the first look, ascending."""
-        total = len(self._members.slots)
-        guess, bound = self._bounds.bound(self._queries, looked_at)
+        total = len(self.members.slots)
+        guess, bound = self.bounds.bound(self.queries, looked_at)
         promising = self._promising(guess, looked_at)
         if len(promising) > MANY * total:
             return self._rank_all()
-        scores = self._bounds.exact(self._queries, promising)
+        scores = self.bounds.exact(self.queries, promising)
         threshold = self._threshold(self._rank(promising, scores))
         if len(looked_at) < total:
             return self._rank_in_tiles(threshold)
-        passing = self._passing(bound, looked_at, threshold, without=promising)
-        both = torch.cat([promising, passing])
-        ascending = torch.from_numpy(np.argsort(both.numpy(), kind="stable"))
-        scores = torch.cat([scores, self._bounds.exact(self._queries, passing)], 1)
-        return self._rank(both[ascending], scores[:, ascending])
+        passes = self._passes(bound, looked_at, threshold)
+        passes[promising.numpy()] = False  # they are scored already
+        passing = _places(passes)
+        more_scores = self.bounds.exact(self.queries, passing)
+        # All are ranked once more, together: merging the rankings of many groups takes longer
+        places = torch.cat([promising, passing])
+        order = np.argsort(places.numpy(), kind="stable")
+        ascending = torch.from_numpy(order)
+        all_scores = torch.cat([scores, more_scores], 1)
+        return self._rank(places[ascending], all_scores[:, ascending])
 
     def _rank_in_tiles(self, threshold: Tensor) -> list[Ranking]:
         """Compute bounds a tile at a time, and score the members that pass."""
         # |score| ≤ length × size, so that members that are too short need no other bound
-        shortest = (threshold.amin(1) / self._bounds.sizes[self._queries]).amin()
-        long_enough = torch.nonzero(~(self._bounds.lengths < shortest))[:, 0]
-        best = [Ranking.empty(self._count, self._dtype) for _ in range(self._members.groups)]
+        sizes = self.bounds.sizes[self.queries]
+        shortest = (threshold.amin(1) / sizes).amin()
+        is_short = self.bounds.lengths < shortest
+        long_enough = _places(~is_short.numpy())
+        tiles = self._tiles(long_enough, TILE)
+        best = self._nothing()
         waiting: list[Tensor] = []
-        tiles = torch.split(long_enough, max(1, min(TILE_SLOTS, TILE // self._count)))
         for number, places in enumerate(tiles, start=1):
-            _, bound = self._bounds.bound(self._queries, places)
-            waiting.append(self._passing(bound, places, threshold))
-            if sum(map(len, waiting)) >= ENOUGH or number == len(tiles):
+            _, bound = self.bounds.bound(self.queries, places)
+            passes = self._passes(bound, places, threshold)
+            waiting.append(places[_places(passes)])
+            is_last = number == len(tiles)
+            if is_last or sum(map(len, waiting)) >= ENOUGH:
                 best = self._improve(best, torch.cat(waiting))
                 threshold = torch.maximum(threshold, self._threshold(best))
                 waiting = []
@@ -98,46 +116,72 @@ class _Search:
 
     def _rank_all(self) -> list[Ranking]:
         """Score every member."""
-        best = [Ranking.empty(self._count, self._dtype) for _ in range(self._members.groups)]
-        size = max(1, min(TILE_SLOTS, 8 * TILE // self._count))
-        for places in torch.split(torch.arange(len(self._members.slots)), size):
+        best = self._nothing()
+        every = torch.arange(len(self.members.slots))
+        for places in self._tiles(every, 8 * TILE):
             best = self._improve(best, places)
         return best
+
+    def _tiles(self, places: Tensor, scores: int) -> Sequence[Tensor]:
+        """Split places into tiles: of each, about `scores` scores or bounds are computed at once, for all queries together."""
+        size = min(TILE_SLOTS, scores // self._query_count)
+        return torch.split(places, max(1, size))
+
+    @property
+    def _query_count(self) -> int:
+        count: int = self.queries.stop - self.queries.start
+        return count
+
+    def _nothing(self) -> list[Ranking]:
+        """Return a ranking without members for each group."""
+        nothing = Ranking.empty(self._query_count, self.dtype)
+        return [nothing] * self.members.groups
 
     def _improve(self, best: list[Ranking], places: Tensor) -> list[Ranking]:
         """Return the best of each group, with members at further places, which ascend."""
         if not len(places):
             return best
-        found = self._rank(places, self._bounds.exact(self._queries, places))
-        return [merged(old, new, self._k, self._order) for old, new in zip(best, found, strict=True)]
+        scores = self.bounds.exact(self.queries, places)
+        found = self._rank(places, scores)
+        return [merged(old, new, self.k, self.order) for old, new in zip(best, found, strict=True)]
 
     def _rank(self, places: Tensor, scores: Tensor) -> list[Ranking]:
         """Return the best of each group among the members at some places, which ascend. scores: (queries, places)."""
-        codes = self._members.codes_at(places)
-        columns = top_places(rank_keys(scores, self._order), self._k, codes, self._members.groups)
+        keys = rank_keys(scores, self.order)
+        columns = self._top_columns(keys, self.k, places)
         return [Ranking(places[best], scores.gather(1, best)) for best in columns]
 
     def _promising(self, guess: Tensor, places: Tensor) -> Tensor:
         """Return the places of the members that look best in any query and group, ascending."""
-        count = int(AHEAD * self._k / self._members.usual_count) + 1
-        columns = top_places(guess, count, self._members.codes_at(places), self._members.groups)
+        ahead = int(AHEAD * self.k / self.members.usual_count)
         is_promising = np.zeros(len(places), np.bool_)
-        for best in columns:
+        for best in self._top_columns(guess, ahead + 1, places):
             is_promising[best.numpy()] = True
-        return places[torch.from_numpy(np.flatnonzero(is_promising))]
+        return places[_places(is_promising)]
 
-    def _passing(self, bound: Tensor, places: Tensor, threshold: Tensor, without: Tensor | None = None) -> Tensor:
-        """Return the places whose bounds (queries, n) reach the threshold (queries, groups) of any query.
+    def _top_columns(self, keys: Tensor, k: int, places: Tensor) -> list[Tensor]:
+        """Return the columns of the k highest keys of each query, for each group. keys: (queries, places)."""
+        codes = self.members.codes_at(places)
+        return top_places(keys, k, codes, self.members.groups)
 
-        A bound that is not a number does. without: members that are scored already, if the places are those of all members.
+    def _passes(self, bound: Tensor, places: Tensor, threshold: Tensor) -> Bools:
+        """Return whether the bounds of each member (queries, places) reach the threshold (queries, groups) of any query.
+
+        A bound that is not a number does.
         """
-        codes = self._members.codes_at(places)
-        needed = threshold if codes is None else threshold.index_select(1, codes)
-        reaches = ~(bound < needed).numpy()
-        if without is not None:
-            reaches[:, without.numpy()] = False
-        return places[torch.from_numpy(np.flatnonzero(reaches.any(axis=0)))]
+        codes = self.members.codes_at(places)
+        if codes is not None:
+            threshold = threshold.index_select(1, codes)
+        reaches = ~(bound < threshold).numpy()
+        passes: Bools = np.logical_or.reduce(reaches)
+        return passes
 
     def _threshold(self, best: list[Ranking]) -> Tensor:
         """Return what a member must reach for any of its slots to be among the k best, (queries, groups)."""
-        return torch.stack([self._members.threshold(ranking, self._k, self._order) for ranking in best], 1)
+        thresholds = [self.members.threshold(ranking, self.k, self.order) for ranking in best]
+        return torch.stack(thresholds, 1)
+
+
+def _places(mask: Bools) -> Tensor:
+    """Return where a mask is true, ascending."""
+    return torch.from_numpy(np.flatnonzero(mask))

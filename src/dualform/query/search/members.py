@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dualform.query.ranking import Order, Ranking, rank_keys
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from dualform.query.scan import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,44 +28,59 @@ class Members:
 
     def codes_at(self, places: Tensor) -> Tensor | None:
         """Return the groups of the members at some places."""
-        if self.codes is None or len(places) == len(self.codes):  # all members, in their order
+        if self.codes is None:
+            return None
+        if len(places) == len(self.codes):  # all members, in their order
             return self.codes
         return self.codes.index_select(0, places)
 
     @cached_property
     def usual_count(self) -> int:
         """How many slots a member usually stands for."""
-        return 1 if self.sharing is None else int(np.median(self.sharing.counts))
+        if self.sharing is None:
+            return 1
+        median = np.median(self.sharing.counts)
+        return int(median)
 
     def threshold(self, ranking: Ranking, k: int, order: Order) -> Tensor:
         """Return the rank key of the k-th best slot of each query, (queries,); −∞ if there are fewer. ranking: of places."""
         keys = rank_keys(ranking.scores, order)
-        padded = torch.cat([keys, keys.new_full((len(keys), 1), -torch.inf)], 1)
+        padded = pad(keys, (0, 1), value=-torch.inf)
         if self.sharing is None:
-            return padded[:, min(k - 1, keys.shape[1])]
-        counts = torch.from_numpy(self.sharing.counts[ranking.slots.numpy()])
-        before = (counts.cumsum(1) < k).sum(1, keepdim=True)
-        return padded.gather(1, before)[:, 0]
+            last = min(k - 1, keys.shape[1])
+            return padded[:, last]
+        members = ranking.slots.numpy()
+        counts = torch.from_numpy(self.sharing.counts[members])
+        is_before = counts.cumsum(1) < k
+        place = is_before.sum(1, keepdim=True)
+        return padded.gather(1, place)[:, 0]
 
     def slots_of(self, ranking: Ranking, k: int, order: Order) -> Ranking:
         """Return the k best slots, from the places of the k best members."""
         if self.sharing is None:
             return Ranking(self.slots[ranking.slots], ranking.scores)
         # Members below the k-th slot have none among the k best
-        reaches = ~(rank_keys(ranking.scores, order) < self.threshold(ranking, k, order)[:, None])
-        width = int(reaches.sum(1).max()) if reaches.numel() else 0
-        return self.sharing.best(Ranking(ranking.slots[:, :width], ranking.scores[:, :width]), k, order)
+        keys = rank_keys(ranking.scores, order)
+        threshold = self.threshold(ranking, k, order)
+        is_below = keys < threshold[:, None]
+        reaching = (~is_below).sum(1)
+        width = int(reaching.max())
+        members = ranking.slots[:, :width]
+        scores = ranking.scores[:, :width]
+        return self.sharing.best(Ranking(members, scores), k, order)
 
 
 class SharingSlots:
     """The slots of each member. Slots of one member have the same score."""
 
-    def __init__(self, slots: Ints, member_of: Ints, members: int):
+    def __init__(self, slots: Ints, member_of: Ints):
         """slots (m,), ascending, and the member of each."""
-        self._slots = slots[np.argsort(member_of, kind="stable")]
-        self.counts = np.bincount(member_of, minlength=members)
+        by_member = np.argsort(member_of, kind="stable")
+        self._slots = slots[by_member]
+        self.counts = np.bincount(member_of)
         """(members,): how many slots each has."""
-        self._starts = np.cumsum(self.counts) - self.counts
+        ends = np.cumsum(self.counts)
+        self._starts = ends - self.counts
 
     def best(self, ranking: Ranking, k: int, order: Order) -> Ranking:
         """Return the k best slots of each query, from the places of its k best members.
@@ -75,32 +89,47 @@ class SharingSlots:
         """
         queries, width = ranking.slots.shape
         members = ranking.slots.reshape(-1).numpy()
+        scores = ranking.scores.reshape(-1).numpy()
+        # The first k slots of each member, one member after the other. entry: the place of each slot's member in the ranking
         counts = np.minimum(self.counts[members], k)
+        entry = np.repeat(np.arange(len(members)), counts)
         ends = np.cumsum(counts)
-        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-        slots = self._slots[np.repeat(self._starts[members], counts) + within]
-        query = np.repeat(np.repeat(np.arange(queries), width), counts)
+        begins = self._starts[members] - (ends - counts)
+        places = begins[entry] + np.arange(len(entry))
+        slots = self._slots[places]
         # Members are in order already: only slots of members with equal scores are still to be sorted, by their number
-        keys = np.repeat(rank_keys(ranking.scores, order).reshape(-1).numpy(), counts)
-        is_worse = np.ones(len(keys), np.int64)
-        is_worse[1:] = (query[1:] != query[:-1]) | (keys[1:] != keys[:-1])
-        by_rank = np.lexsort((slots, is_worse.cumsum()))
-        place_in_query = np.arange(len(query)) - np.searchsorted(query, query)
-        kept = by_rank[place_in_query < k]
-        scores = np.repeat(ranking.scores.reshape(-1).numpy(), counts)
-        return Ranking(
-            torch.from_numpy(slots[kept]).reshape(queries, -1), torch.from_numpy(scores[kept]).reshape(queries, -1)
-        )
+        keys = rank_keys(ranking.scores, order)
+        ranks = _ranks(keys)
+        by_rank = np.lexsort((slots, ranks[entry]))
+        # Each query has at least k slots, or else all queries have the same slots
+        kept = min(k, len(slots) // queries)
+        first_entries = width * np.arange(queries)
+        starts = np.searchsorted(entry, first_entries)
+        first = starts.reshape(-1, 1)
+        best = by_rank[first + np.arange(kept)]
+        best_slots = torch.from_numpy(slots[best])
+        best_scores = torch.from_numpy(scores[entry[best]])
+        return Ranking(best_slots, best_scores)
 
 
-def members_by_key(slots: Tensor, keys: Tensor, codes: Tensor | None = None, groups: int = 1) -> Members:
+def _ranks(keys: Tensor) -> Ints:
+    """Number the entries of all queries (queries, n), whose keys descend, such that only equal keys of a query share a number."""
+    is_worse = torch.ones_like(keys, dtype=torch.bool)
+    is_worse[:, 1:] = keys[:, 1:] != keys[:, :-1]
+    ranks = is_worse.reshape(-1).cumsum(0)
+    return ranks.numpy()
+
+
+def members_by_key(slots: Tensor, keys: Tensor, codes: Tensor | None, groups: int) -> Members:
     """Return a member for each key in each group. slots (n,), ascending; keys (n,): the key of each; codes (n,) int32."""
-    both = keys.numpy() if codes is None else keys.numpy() * groups + codes.numpy()
-    _, first, line = np.unique(both, return_index=True, return_inverse=True)
+    distinct = keys.numpy()
+    if codes is not None:
+        distinct = distinct * groups + codes.numpy()
+    _, first, number = np.unique(distinct, return_index=True, return_inverse=True)
     # In the order of their first slots, so that ties among members go to the lower slot
     order = np.argsort(first)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
+    place = np.argsort(order)
+    sharing = SharingSlots(slots.numpy(), place[number])
     firsts = torch.from_numpy(first[order])
-    sharing = SharingSlots(slots.numpy(), rank[line], len(firsts))
-    return Members(slots[firsts], None if codes is None else codes[firsts], groups, sharing)
+    group_of = None if codes is None else codes[firsts]
+    return Members(slots[firsts], group_of, groups, sharing)

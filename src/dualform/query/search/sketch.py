@@ -94,8 +94,11 @@ def make_sketch(
 def lengths(sketched: Sketched) -> Tensor:
     """Return at least the length of each vector, (n,)."""
     found = []
-    for near, rest in zip(torch.split(sketched.near, STRETCH), torch.split(sketched.rest, STRETCH), strict=True):
-        found.append(torch.hypot(torch.linalg.vector_norm(near.to(rest.dtype), dim=1), rest))
+    near_parts = torch.split(sketched.near, STRETCH)
+    rest_parts = torch.split(sketched.rest, STRETCH)
+    for near, rest in zip(near_parts, rest_parts, strict=True):
+        near_lengths = torch.linalg.vector_norm(near.to(rest.dtype), dim=1)
+        found.append(torch.hypot(near_lengths, rest))
     return torch.cat(found)
 
 
@@ -110,7 +113,8 @@ def _directions(vectors: Tensor, m: int) -> Tensor:
     """Return orthonormal directions (d, m) that vectors (k, d) are close to: roughly those of their largest singular values,
     the largest first."""
     finite = vectors[vectors.isfinite().all(1)]
-    found = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=generator)
     if len(finite):
         finite = finite / finite.abs().max().clamp(min=SMALLEST)
         for _ in range(3):
