@@ -66,6 +66,7 @@ def _solve(
     damping: float,
 ) -> Tensor:
     """Return the scores of a segment's rows, (layers, examples, rows). weights: D, (rows,)."""
+    # DKD + μI, and in its place the Cholesky factor: there is memory for one such matrix
     kernel = weights.new_zeros(len(weights), len(weights))
     for rows in by_layer:
         rows.add_gram(kernel)
@@ -75,10 +76,12 @@ def _solve(
     added = torch.where(mean > 0, damping * mean, 1)
     kernel.diagonal().add_(added)
     torch.linalg.cholesky(kernel, out=kernel)
+    # a = (DKD + μI)⁻¹ D k_q, and D a
     along = torch.stack([rows.along(question) for rows in by_layer])
     weighted = along.sum(0) * weights
     solved = torch.cholesky_solve(weighted.T, kernel).T * weights
-    for own, rows in zip(along, by_layer, strict=True):  # what is left of each layer's part of the regression
+    # k_q − K D a of each layer: the kernel is built once more, layer by layer
+    for own, rows in zip(along, by_layer, strict=True):
         kernel.zero_()
         rows.add_gram(kernel)
         own -= solved @ kernel

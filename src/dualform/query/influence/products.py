@@ -113,8 +113,9 @@ class Products:
         outputs = errors.shape[2]
         # Multiplications of each way
         matrix_size = groups * max(width, 1) * outputs
+        pairs_size = groups * own_positions * (width + outputs)
+        by_slot = n * count * min(pairs_size, 2 * matrix_size)
         by_row_matrix = matrix_size * (n + n // positions * count + own_positions * count)
-        by_slot = n * count * min(groups * own_positions * (width + outputs), 2 * matrix_size)
         if by_slot <= by_row_matrix:
             return _sum_positions(self.of_slots(examples, keys, errors), positions)
         return self._by_row_matrix(examples, keys, errors, positions)
@@ -174,7 +175,8 @@ class Products:
         of_constant = errors_by_row.sum(3).reshape(rows, -1)
         matrix_bytes = groups * max(width, 1) * outputs * keys.element_size()
         products = []
-        for some in slices(examples.start, examples.stop, max(1, MATRIX_BYTES // matrix_bytes)):
+        size = max(1, MATRIX_BYTES // matrix_bytes)
+        for some in slices(examples.start, examples.stop, size):
             matrices = self._matrices(some)
             along_keys = matrices[..., :width].flatten(1) @ of_keys.T
             along_constant = matrices[..., width].flatten(1) @ of_constant.T
@@ -273,7 +275,14 @@ def whitened_products(query: MapQuery, factors: Factors, damping: float) -> Prod
     lengths *= max(1.0, DAMPING / damping) ** 0.5
     if not linear_map.constant:
         solved = torch.nn.functional.pad(solved, (0, 1))
-    return Products(solved.to(dtype), slopes.to(dtype), linear_map.constant, lengths.flatten(1).sum(1).to(dtype))
+    # One bound for all positions and groups of a query
+    summed_lengths = lengths.flatten(1).sum(1)
+    return Products(
+        solved.to(dtype),
+        slopes.to(dtype),
+        linear_map.constant,
+        summed_lengths.to(dtype),
+    )
 
 
 def _solve(curvature: Tensor, vectors: Tensor, damping: float) -> Tensor:

@@ -137,7 +137,7 @@ def _sketched_products(
     sketcher = _Sketcher(problem, segment, question)
     curvature = sketcher.curvature(misfit)
     damping = problem.damping or DAMPING
-    mean = curvature.trace() / segment.rows
+    mean = curvature.trace() / segment.rows  # of the kernel's diagonal
     curvature.diagonal().add_(torch.where(mean > 0, damping * mean, 1))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(curvature))
     solved = sketcher.of_queries(question) @ inverse
