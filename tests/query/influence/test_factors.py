@@ -8,8 +8,9 @@ import torch
 import dualform
 from dualform.curvature.loss_mean import LossMean
 from dualform.errors import RecordingError
-from dualform.query.influence import factors
+from dualform.query.influence import factors, kept
 from dualform.query.influence.factors import built_factors, recorded_factors
+from dualform.query.influence.rows import RowPiece
 from dualform.query.influence.segments import segments
 from dualform.record import curvature
 from training import network, sgd, train
@@ -126,7 +127,7 @@ def test_a_store_that_cannot_be_written_answers_all_the_same(tmp_path, monkeypat
     def refuse(*args):
         raise OSError("read-only")
 
-    monkeypatch.setattr(factors, "write_tensors", refuse)
+    monkeypatch.setattr(kept, "write_tensors", refuse)
     assert run.dual.influence(ASKED, segments=1).top(1).height == 2
 
 
@@ -135,7 +136,7 @@ def test_few_slots_are_taken_from_a_long_segment(tmp_path, monkeypatch):
     run = train(tmp_path / "run", steps=24)
     store = run.dual.store
     [whole] = segments(store, 24, [(0, 24)])
-    calls = [(chunk, block) for chunk in store.chunks("0") for block in range(len(chunk.blocks))]
+    calls = [RowPiece.of_block(chunk, block) for chunk in store.chunks("0") for block in range(len(chunk.blocks))]
     taken = sum(piece.rows for piece in factors._spread(calls))
     assert 32 <= taken <= 48  # 16 steps at least, of 24 with 5 rows each
     assert len(built_factors(store, store.manifest.layers[0], whole, LossMean(store)).maps) == 1

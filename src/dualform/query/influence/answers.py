@@ -21,9 +21,9 @@ from dualform.query.answer import Answer, Sums
 from dualform.query.by_layer import added
 from dualform.query.conditions import Where, condition_columns
 from dualform.query.groups import Groups
-from dualform.query.influence.index import RowIndex, RowWindow, can_be_bounded
-from dualform.query.influence.scores import LinearScores, Scored
-from dualform.query.influence.segments import Window, windows
+from dualform.query.influence.index import RowIndex, RowWindow, row_index
+from dualform.query.influence.scores import LinearScores, Scores
+from dualform.query.influence.segments import Window
 from dualform.query.scan import Bools
 from dualform.query.scorer import Scorer
 from dualform.query.slots import has_silent, rows_written
@@ -38,29 +38,42 @@ class RowInfluenceScorer(Scorer):
     has_positions = False
 
     def __init__(
-        self, store: Store, layers: Sequence[Layer], end: int, queries: int, scored: Scored, dtype: torch.dtype
+        self,
+        store: Store,
+        layers: Sequence[Layer],
+        end: int,
+        queries: int,
+        scores: Scores,
+        dtype: torch.dtype,
     ):
         super().__init__(store, layers[0], end, queries, dtype)
         self.layers = list(layers)
-        self.scored = scored
+        self.scores = scores
 
-    def score(self, queries: slice, run: RowWindow, low: int, high: int) -> Tensor:
+    def score(
+        self,
+        queries: slice,
+        run: RowWindow,
+        low: int,
+        high: int,
+    ) -> Tensor:
         """Return the scores of the rows low to high of a window, (queries, rows)."""
-        place, first, _ = run.window
-        window = Window(place, first + low, first + high)
-        return self.scored.rows(run.segment, self.layers, window, queries, self.dtype)
+        place, first_row, _ = run.window
+        window = Window(place, first_row + low, first_row + high)
+        return self.scores.of_rows(run.segment, self.layers, window, queries)
 
     def runs(self) -> Iterator[RowWindow]:
         """Return the rows of each segment, chunk by chunk."""
-        for number, segment in enumerate(self.scored.segments):
-            for window in windows(self.store, segment.first_row, segment.end_row, 1 << 40):
+        for number, segment in enumerate(self.scores.segments):
+            for window in segment.windows(self.store, segment.rows):
                 yield RowWindow(number, window)
 
     def wrote(self, run: RowWindow) -> Bools:
         """Return which rows wrote something in any of the layers, (rows,)."""
-        every = rows_written(self.store, [layer.name for layer in self.layers], self.end)
-        found: Bools = every[slice(*run.row_range)]
-        return found
+        names = [layer.name for layer in self.layers]
+        written = rows_written(self.store, names, self.end)
+        here: Bools = written[slice(*run.row_range)]
+        return here
 
     def has_silent(self) -> bool:
         """Return whether any slot of these layers wrote nothing."""
@@ -79,13 +92,14 @@ class RowInfluenceScorer(Scorer):
 
     def describe(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> pl.DataFrame:
         """Return the rows with these numbers."""
-        return pl.DataFrame({"row": slots}).hstack(self.store.rows[slots].get_columns())
+        numbers = pl.DataFrame({"row": slots})
+        return numbers.hstack(self.store.rows[slots].get_columns())
 
     def index(self) -> RowIndex | None:
         """Return an index of the rows, if their scores can be bounded."""
-        if not isinstance(self.scored, LinearScores) or not can_be_bounded(self.scored, self.layers):
+        if not isinstance(self.scores, LinearScores):
             return None
-        return RowIndex(self.scored, self.layers, self.queries, self.dtype)
+        return row_index(self.scores, self.layers, self.queries)
 
 
 class SlotInfluenceScorer(Scorer):
@@ -95,52 +109,67 @@ class SlotInfluenceScorer(Scorer):
 
     def __init__(
         self,
-        store: Store,
+        rows: RowInfluenceScorer,
         layer: Layer,
-        end: int,
-        queries: int,
-        scored: LinearScores,
-        dtype: torch.dtype,
+        scores: LinearScores,
         *,
         only_rows: bool = False,
     ):
-        """only_rows: slots that serve all rows take no part."""
-        super().__init__(store, layer, end, queries, dtype)
-        self._scored = scored
+        """rows: scores the rows by the same queries. only_rows: slots that serve all rows take no part."""
+        super().__init__(rows.store, layer, rows.end, rows.queries, rows.dtype)
+        self._scores = scores
         self._only_rows = only_rows
 
     def in_scope(self, run: SlotChunk) -> Bools:
         """Return which slots are in a segment, (slots,)."""
         steps = run.blocks[:, 0]
         inside = np.zeros(len(steps), np.bool_)
-        for segment in self._scored.segments:
+        for segment in self._scores.segments:
             inside |= (steps >= segment.begin) & (steps < segment.end)
         if self._only_rows and run.shared is not None:
             inside &= ~run.shared
         return run.per_slot(inside)
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int) -> Tensor:
+    def score(
+        self,
+        queries: slice,
+        run: SlotChunk,
+        low: int,
+        high: int,
+    ) -> Tensor:
         """Return the scores of the slots low to high of a chunk, (queries, slots); 0 outside of all segments."""
         scores = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
         steps = run.blocks[:, 0]
         starts = np.append(run.starts, run.slots)
-        for number, segment in enumerate(self._scored.segments):
-            first, last = starts[np.searchsorted(steps, [segment.begin, segment.end])].tolist()
+        for number, segment in enumerate(self._scores.segments):
+            blocks = np.searchsorted(steps, [segment.begin, segment.end])
+            first, last = starts[blocks].tolist()
             begin = max(first, low)
             end = min(last, high)
             if begin < end:
-                found = self._scored.slots(number, run, begin, end, queries, self.dtype)
-                scores[:, begin - low : end - low] = found
+                here = slice(begin - low, end - low)
+                scores[:, here] = self._scores.of_slots(number, run, begin, end, queries)
         return scores
 
 
-class RowInfluence(Answer):
+class _InfluenceAnswer(Answer):
+    """Has one axis: the queries."""
+
+    def __init__(self, scorer: Scorer, *, silent: bool = False, executor: Executor | None = None):
+        super().__init__(scorer, {"query": scorer.queries}, silent=silent, executor=executor)
+
+
+class LayerInfluence(_InfluenceAnswer):
+    """The influence of one layer's slots."""
+
+    def __repr__(self) -> str:
+        return f"LayerInfluence({self.layer.name!r}, {self._scorer.queries} queries): top, total, scores"
+
+
+class RowInfluence(_InfluenceAnswer):
     """The influence of rows, summed over some layers."""
 
     _scorer: RowInfluenceScorer
-
-    def __init__(self, scorer: RowInfluenceScorer, *, silent: bool = False, executor: Executor | None = None):
-        super().__init__(scorer, {"query": scorer.queries}, silent=silent, executor=executor)
 
     def __repr__(self) -> str:
         names = [layer.name for layer in self._scorer.layers]
@@ -149,37 +178,27 @@ class RowInfluence(Answer):
     @property
     def segments(self) -> list[tuple[int, int]]:
         """The steps that were looked at, (begin, end)."""
-        return [(segment.begin, segment.end) for segment in self._scorer.scored.segments]
+        return [(segment.begin, segment.end) for segment in self._scorer.scores.segments]
 
     @property
     def moments(self) -> list[int]:
         """After how many steps the queries were asked, for each segment."""
-        return [segment.moment for segment in self._scorer.scored.segments]
-
-
-class LayerInfluence(Answer):
-    """The influence of one layer's slots."""
-
-    def __init__(self, scorer: SlotInfluenceScorer, *, silent: bool = False, executor: Executor | None = None):
-        super().__init__(scorer, {"query": scorer.queries}, silent=silent, executor=executor)
-
-    def __repr__(self) -> str:
-        return f"LayerInfluence({self.layer.name!r}, {self._scorer.queries} queries): top, total, scores"
+        return [segment.moment for segment in self._scorer.scores.segments]
 
 
 class Influence(RowInfluence, Mapping[str, Answer]):
     """The influence of rows, summed over all layers; `[layer]` is that of one layer."""
 
     def __getitem__(self, layer: str) -> RowInfluence | LayerInfluence:
-        scorer = self._scorer
-        known = {one.name: one for one in scorer.layers}
+        rows = self._scorer
+        known = {asked.name: asked for asked in rows.layers}
         if layer not in known:
-            scorer.store.layer(layer)
+            rows.store.layer(layer)
             raise UnknownLayerError(f"layer {layer!r} was left out, or not called for these inputs.")
-        if isinstance(scorer.scored, LinearScores):
-            return self._of_slots(known[layer], scorer.scored)
-        one = RowInfluenceScorer(scorer.store, [known[layer]], scorer.end, scorer.queries, scorer.scored, scorer.dtype)
-        return RowInfluence(one, silent=self._silent, executor=self._executor)
+        if isinstance(rows.scores, LinearScores):
+            return self._of_slots(known[layer], rows.scores)
+        scorer = RowInfluenceScorer(rows.store, [known[layer]], rows.end, rows.queries, rows.scores, rows.dtype)
+        return RowInfluence(scorer, silent=self._silent, executor=self._executor)
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self._scorer.layers)
@@ -187,9 +206,8 @@ class Influence(RowInfluence, Mapping[str, Answer]):
     def __len__(self) -> int:
         return len(self._scorer.layers)
 
-    def _of_slots(self, layer: Layer, scored: LinearScores, *, only_rows: bool = False) -> LayerInfluence:
-        own = self._scorer
-        scorer = SlotInfluenceScorer(own.store, layer, own.end, own.queries, scored, own.dtype, only_rows=only_rows)
+    def _of_slots(self, layer: Layer, scores: LinearScores, *, only_rows: bool = False) -> LayerInfluence:
+        scorer = SlotInfluenceScorer(self._scorer, layer, scores, only_rows=only_rows)
         return LayerInfluence(scorer, silent=self._silent, executor=self._executor)
 
     def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
@@ -197,16 +215,17 @@ class Influence(RowInfluence, Mapping[str, Answer]):
 
         If `by` or `where` uses a column with a value for each position, the slots of each layer are scored instead of rows.
         """
-        scorer = self._scorer
+        store = self._scorer.store
+        scores = self._scorer.scores
         columns = {by} if isinstance(by, str) else set(by)
         if where is not None:
-            columns |= condition_columns(where, scorer.store, "where")
-        if absolute or not _is_positional(scorer.store, columns) or not isinstance(scorer.scored, LinearScores):
+            columns |= condition_columns(where, store, "where")
+        if absolute or not _is_positional(store, columns) or not isinstance(scores, LinearScores):
             return super().sums(by, where=where, absolute=absolute)
-        answers = [self._of_slots(layer, scorer.scored, only_rows=True) for layer in scorer.layers]
+        answers = [self._of_slots(layer, scores, only_rows=True) for layer in self._scorer.layers]
         return added([answer.sums(by, where=where) for answer in answers])
 
 
 def _is_positional(store: Store, columns: set[str]) -> bool:
-    per_position = {c.name for c in store.manifest.columns if c.per == "position"}
-    return "position" in columns or bool(columns & per_position)
+    per_position = {column.name for column in store.manifest.columns if column.per == "position"}
+    return not columns.isdisjoint({"position", *per_position})

@@ -7,22 +7,24 @@ diagonal. The last form adds up over layers. It costs N³/3 for each segment and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.curvature.loss_mean import LossMean
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.errors import QuestionError
 from dualform.layers.streams import Layer
+from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import Question, plain_products
-from dualform.query.influence.segments import Segment, Window, one_slot_a_row, pieces_in, windows
-from dualform.query.influence.softmax import Misfit
-from dualform.store.reader import Store
+from dualform.query.influence.rows import slices
+from dualform.query.influence.scores import RowScores
+from dualform.query.influence.segments import Segment, one_slot_a_row, pieces_in
+from dualform.query.influence.softmax import softmax_parts
 
 DAMPING = 1.0
 """λ"""
@@ -34,29 +36,38 @@ GRADIENT_BYTES = 256 << 20
 """How much the gradients of all rows may take, where rows have several positions: a part of the outputs at a time."""
 
 
-def kernel_scores(
-    store: Store,
-    layers: Sequence[Layer],
-    segment: Segment,
-    question: Question,
-    misfit: Misfit,
-    loss_mean: LossMean,
-    damping: float,
-    memory: int,
-) -> Tensor:
-    """The scores of a segment's rows, by layer, (layers, examples, rows): they add up over layers."""
-    dtype = next(one.slopes.dtype for maps in question.values() for one in maps)
-    count = segment.end_row - segment.first_row
-    if count**2 * dtype.itemsize > memory:
+def kernel_scores(problem: Problem) -> RowScores:
+    """Return the scores of all rows, by layer: they add up over layers."""
+    scores = []
+    for segment, question, misfit in softmax_parts(problem, "kernel"):
+        _check_memory(segment, problem.dtype, problem.memory)
+        weights = misfit.weights(segment.first_row, segment.end_row)
+        by_layer = [_Rows(problem, segment, layer) for layer in problem.layers]
+        scores.append(_solve(by_layer, weights, question, problem.damping or DAMPING))
+    return RowScores(problem.segments, [layer.name for layer in problem.layers], scores)
+
+
+def _check_memory(segment: Segment, dtype: torch.dtype, memory: int) -> None:
+    count = segment.rows
+    nbytes = count**2 * dtype.itemsize
+    if nbytes > memory:
         most = int((memory / dtype.itemsize) ** 0.5)
         raise QuestionError(
             f"the segment from step {segment.begin} to {segment.end} has {count:,} rows, and their kernel needs "
-            f'{count**2 * dtype.itemsize / 1e9:.1f} GB; with memory={memory:,} bytes there may be {most:,}. Ask method="sketch" or '
+            f'{nbytes / 1e9:.1f} GB; with memory={memory:,} bytes there may be {most:,}. Ask method="sketch" or '
             f'"whitened", which grow with the rows and not with their square, or say memory=, or shorter segments=.'
         )
-    weights = misfit.weights(Window(0, segment.first_row, segment.end_row), dtype)
-    kernel = torch.zeros(count, count, dtype=dtype)
-    by_layer = [_Rows(store, layer, segment, loss_mean) for layer in layers]
+
+
+def _solve(
+    by_layer: Sequence[_Rows],
+    weights: Tensor,
+    question: Question,
+    damping: float,
+) -> Tensor:
+    """Return the scores of a segment's rows, (layers, examples, rows). weights: D, (rows,)."""
+    # DKD + μI, and in its place the Cholesky factor: there is memory for one such matrix
+    kernel = weights.new_zeros(len(weights), len(weights))
     for rows in by_layer:
         rows.add_gram(kernel)
     kernel *= weights
@@ -65,112 +76,113 @@ def kernel_scores(
     added = torch.where(mean > 0, damping * mean, 1)
     kernel.diagonal().add_(added)
     torch.linalg.cholesky(kernel, out=kernel)
-    along = torch.stack([_with_queries(rows, question) for rows in by_layer])
-    solved = torch.cholesky_solve((along.sum(0) * weights).T, kernel).T * weights
-    for own, rows in zip(along, by_layer, strict=True):  # what is left of each layer's part of the regression
+    # a = (DKD + μI)⁻¹ D k_q, and D a
+    along = torch.stack([rows.along(question) for rows in by_layer])
+    weighted = along.sum(0) * weights
+    solved = torch.cholesky_solve(weighted.T, kernel).T * weights
+    # k_q − K D a of each layer: the kernel is built once more, layer by layer
+    for own, rows in zip(along, by_layer, strict=True):
         kernel.zero_()
         rows.add_gram(kernel)
         own -= solved @ kernel
     return along / -added
 
 
+class _MapSlots(NamedTuple):
+    """Slots of some rows, as one linear map sees them."""
+
+    rows: slice
+    positions: int
+    keys: Tensor
+    errors: Tensor
+    """With the loss's mean undone."""
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The rows of a segment in one layer."""
 
-    store: Store
-    layer: Layer
+    problem: Problem
     segment: Segment
-    loss_mean: LossMean
+    layer: Layer
 
-    @property
-    def count(self) -> int:
-        """How many rows."""
-        return self.segment.end_row - self.segment.first_row
+    def slots(self, linear_map: LinearMap) -> Iterator[_MapSlots]:
+        """Return the slots of all rows, some rows at a time."""
+        problem = self.problem
+        for window in self.segment.windows(problem.store, ROWS):
+            for slots in pieces_in(problem.store, self.layer, window, problem.dtype):
+                piece = slots.piece
+                keys, errors = slots.sides(linear_map)
+                divisors = piece.loss_divisors(problem.loss_mean, problem.dtype)
+                divisors = divisors.repeat_interleave(piece.positions)
+                rows = piece.places(self.segment.first_row)
+                yield _MapSlots(rows, piece.positions, keys, errors * divisors[:, None, None])
+
+    def along(self, question: Question) -> Tensor:
+        """Return ⟨the query's gradient, each row's⟩ in this layer, (examples, rows)."""
+        examples = slice(0, self.problem.examples)
+        found = torch.zeros(self.problem.examples, self.segment.rows, dtype=self.problem.dtype)
+        for query in question[self.layer.name]:
+            products = plain_products(query)
+            for slots in self.slots(query.linear_map):
+                found[:, slots.rows] += products.of_rows(examples, slots.keys, slots.errors, slots.positions)
+        return found
 
     def add_gram(self, kernel: Tensor) -> None:
         """Add the inner products of the rows' gradients in this layer, (rows, rows)."""
         for linear_map in linear_maps(self.layer):
+            slots = self.slots(linear_map)
             if linear_map.is_one_hot:
-                _add_one_hot(self, linear_map, kernel)
-            elif linear_map.groups == 1 and one_slot_a_row(self.store, self.layer, self.segment):
-                _add_outer(self, linear_map, kernel)
+                _add_one_hot(slots, linear_map, kernel)
+            elif linear_map.groups == 1 and one_slot_a_row(self.problem.store, self.layer, self.segment):
+                _add_outer(slots, linear_map, kernel)
             else:
-                _add_gradients(self, linear_map, kernel)
+                self._add_gradients(linear_map, kernel)
 
-    def sides(self, linear_map: LinearMap, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
-        """Stretches of rows: which, their key sides, their error sides with the loss's mean undone, and the positions of each row."""
-        for window in windows(self.store, self.segment.first_row, self.segment.end_row, ROWS):
-            first = window.begin - self.segment.first_row
-            for here, piece, keys, errors in pieces_in(self.store, self.layer, window, dtype):
-                divisor = piece.loss_divisors(self.loss_mean, dtype).repeat_interleave(piece.positions)
-                own_errors = linear_map.error_side(keys, errors) * divisor[:, None, None]
-                yield (
-                    slice(first + here.start, first + here.stop),
-                    linear_map.key_side(keys),
-                    own_errors,
-                    piece.positions,
-                )
-
-
-def _with_queries(rows: _Rows, question: Question) -> Tensor:
-    """⟨the query's gradient, each row's⟩ in one layer, (examples, rows)."""
-    maps = question[rows.layer.name]
-    dtype = maps[0].slopes.dtype
-    examples = maps[0].slopes.shape[0]
-    found = torch.zeros(examples, rows.count, dtype=dtype)
-    for one in maps:
-        product = plain_products(one)
-        for place, own_keys, own_errors, positions in rows.sides(one.linear_map, dtype):
-            found[:, place] += product.of_rows(slice(0, examples), own_keys, own_errors, positions)
-    return found
+    def _add_gradients(self, linear_map: LinearMap, kernel: Tensor) -> None:
+        """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
+        width = linear_map.groups * (linear_map.width + 1)
+        outputs_at_a_time = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
+        for outputs in slices(0, linear_map.outputs, outputs_at_a_time):
+            gradients = kernel.new_zeros(len(kernel), width * (outputs.stop - outputs.start))
+            for slots in self.slots(linear_map):
+                shape = (-1, slots.positions)
+                keys = torch.unflatten(linear_map.with_constant(slots.keys), 0, shape)
+                errors = torch.unflatten(slots.errors[..., outputs], 0, shape)
+                of_rows = torch.einsum("rpgo,rpgw->rgow", errors, keys)
+                gradients[slots.rows] += of_rows.flatten(1)
+            kernel.addmm_(gradients, gradients.T)
 
 
-# The kernel
-
-
-def _add_outer(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
+def _add_outer(every: Iterable[_MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
     """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
     keys = kernel.new_zeros(len(kernel), linear_map.width)
     errors = kernel.new_zeros(len(kernel), linear_map.outputs)
-    for place, own_keys, own_errors, _ in rows.sides(linear_map, kernel.dtype):
-        keys[place] = own_keys[:, 0]
-        errors[place] = own_errors[:, 0]
-    for low in range(0, len(kernel), ROWS):
-        some = slice(low, low + ROWS)
-        kernel[some] += (keys[some] @ keys.T + linear_map.constant**2) * (errors[some] @ errors.T)
+    for slots in every:
+        keys[slots.rows] = slots.keys[:, 0]
+        errors[slots.rows] = slots.errors[:, 0]
+    for some in slices(0, len(kernel), ROWS):
+        of_keys = keys[some] @ keys.T + linear_map.constant**2
+        of_errors = errors[some] @ errors.T
+        kernel[some] += of_keys * of_errors
 
 
-def _add_gradients(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
-    """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
-    width = linear_map.groups * (linear_map.width + 1)
-    size = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
-    for low in range(0, linear_map.outputs, size):
-        high = min(low + size, linear_map.outputs)
-        gradients = kernel.new_zeros(len(kernel), width * (high - low))
-        for place, own_keys, own_errors, positions in rows.sides(linear_map, kernel.dtype):
-            count = place.stop - place.start
-            keys = linear_map.with_constant(own_keys)
-            keys = keys.reshape(count, positions, *keys.shape[1:])
-            errors = own_errors[..., low:high]
-            errors = errors.reshape(count, positions, *errors.shape[1:])
-            gradients[place] += torch.einsum("rpgo,rpgw->rgow", errors, keys).reshape(count, -1)
-        kernel.addmm_(gradients, gradients.T)
-
-
-def _add_one_hot(rows: _Rows, linear_map: LinearMap, kernel: Tensor) -> None:
+def _add_one_hot(every: Iterable[_MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
     """Only rows with the same number have something in common: number by number."""
     owners = [np.zeros(0, np.int64)]
     numbers = [np.zeros(0, np.int64)]
     errors = [kernel.new_zeros(0, linear_map.outputs)]
-    for place, own_keys, own_errors, positions in rows.sides(linear_map, kernel.dtype):
-        owners.append(np.repeat(np.arange(place.start, place.stop), positions))
-        numbers.append(own_keys.numpy())
-        errors.append(own_errors[:, 0])
-    slots = pl.DataFrame({"number": np.concatenate(numbers), "row": np.concatenate(owners)}).with_row_index("slot")
-    every = torch.cat(errors)
-    for same in slots.filter(pl.col("number") >= 0).partition_by("number"):  # −1 is a key of zeros
-        mine, places = np.unique(same["row"].to_numpy(), return_inverse=True)
-        sums = every.new_zeros(len(mine), linear_map.outputs)
-        sums.index_add_(0, torch.from_numpy(places), every[same["slot"].to_numpy().astype(np.int64)])
-        kernel[np.ix_(mine, mine)] += sums @ sums.T
+    for slots in every:
+        rows = np.arange(slots.rows.start, slots.rows.stop)
+        owners.append(np.repeat(rows, slots.positions))
+        numbers.append(slots.keys.numpy())
+        errors.append(slots.errors[:, 0])
+    table = pl.DataFrame({"number": np.concatenate(numbers), "row": np.concatenate(owners)}).with_row_index("slot")
+    table = table.filter(pl.col("number") >= 0)  # −1 is a key of zeros
+    all_errors = torch.cat(errors)
+    for same in table.partition_by("number"):
+        rows, places = np.unique(same["row"].to_numpy(), return_inverse=True)
+        own_errors = all_errors[same["slot"].to_numpy().astype(np.int64)]
+        sums = all_errors.new_zeros(len(rows), linear_map.outputs)
+        sums.index_add_(0, torch.from_numpy(places), own_errors)
+        kernel[np.ix_(rows, rows)] += sums @ sums.T

@@ -46,22 +46,32 @@ def mislabelled(
         raise QuestionError(f'reduction={reduction!r}: expected "mean" or "sum", as the loss has it.')
     chosen = _output_layer(store, layers, layer)
     groups = Groups(store, chosen.name, by, end)
-    slots = _Slots(store, chosen, end, groups, where, "tokens" if reduction == "mean" else "none")
+    slots = _Slots(
+        store=store,
+        layer=chosen,
+        end=end,
+        groups=groups,
+        condition=None if where is None else Condition(store, where, end),
+        loss_mean=LossMean(store, "tokens" if reduction == "mean" else "none"),
+    )
     sizes = torch.zeros(len(groups), dtype=torch.float64)
     visits = torch.zeros(len(groups), dtype=torch.int64)
     for codes, errors in slots:
         sizes.index_add_(0, codes, errors.norm(dim=1).double())
         visits.index_add_(0, codes, torch.ones_like(codes))
     scores = torch.where(visits > 0, sizes / visits.clamp(min=1), -torch.inf)
-    order = scores.argsort(descending=True, stable=True)[: int((visits > 0).sum())][:k]
+    visited = int((visits > 0).sum())
+    order = scores.argsort(descending=True, stable=True)[:visited][:k]
     evidence = _Evidence(order, len(groups), chosen.d_out)
     for codes, errors in slots:
         evidence.add(codes, errors)
-    first = pl.DataFrame({"rank": np.arange(1, len(order) + 1), "score": scores[order].numpy()})
-    last = evidence.frame(visits[order]).insert_column(0, pl.Series("visits", visits[order].numpy()))
-    taken = {name: f"{name}_recorded" for name in (*first.columns, *last.columns)}
-    described = groups.described()[order.numpy()].rename({"position": "slot_position", **taken}, strict=False)
-    return pl.concat([first, described, last], how="horizontal")
+    ranked = pl.DataFrame({"rank": np.arange(1, len(order) + 1), "score": scores[order].numpy()})
+    shown = evidence.frame(visits[order])
+    # Columns of the recording make way for those of this table
+    taken = {name: f"{name}_recorded" for name in (*ranked.columns, *shown.columns)}
+    described = groups.described()[order.numpy()]
+    described = described.rename({"position": "slot_position", **taken}, strict=False)
+    return pl.concat([ranked, described, shown], how="horizontal")
 
 
 def _output_layer(store: Store, layers: Sequence[str], layer: str | None) -> Layer:
@@ -94,70 +104,77 @@ class _Slots:
     layer: Layer
     end: int
     groups: Groups
-    where: Where | None
-    loss_mean: str
+    condition: Condition | None
+    loss_mean: LossMean
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the numbers of groups (m,), and error signals (m, d_out) with the loss's mean undone, some slots at a time."""
-        condition = None if self.where is None else Condition(self.store, self.where, self.end)
-        loss_mean = LossMean(self.store, self.loss_mean)
         dtype = compute_dtype(self.store, self.layer.parameters[0])
         for chunk in self.store.chunks(self.layer.name, end_step=self.end):
             selected = written(chunk) & (chunk.rows() != NO_ROW)
-            if condition is not None:
-                selected &= condition(chunk)
-            codes = self.groups(chunk)
+            if self.condition is not None:
+                selected &= self.condition(chunk)
+            codes = torch.from_numpy(self.groups(chunk))
             for low, high in chunk.pieces(self.layer.d_out):
                 places = torch.from_numpy(np.flatnonzero(selected[low:high]))
-                divisors = loss_mean.of_slots(chunk, low, high, dtype).unsqueeze(1)
-                errors = chunk.errors(dtype, low, high) * divisors
-                yield torch.from_numpy(codes[low:high])[places], errors[places]
+                divisors = self.loss_mean.of_slots(chunk, low, high, dtype)
+                errors = chunk.errors(dtype, low, high) * divisors[:, None]
+                yield codes[low:high][places], errors[places]
 
 
 class _Evidence:
     """What the model said of some groups. Under softmax cross-entropy an error signal is p − 1[label], so it tells p."""
 
     def __init__(self, chosen: Tensor, groups: int, d_out: int):
+        count = len(chosen)
         self._place = torch.full((groups,), -1, dtype=torch.int64)
-        self._place[chosen] = torch.arange(len(chosen))
-        self._sums = torch.zeros(len(chosen), d_out, dtype=torch.float64)
-        self._missing = torch.zeros(len(chosen), dtype=torch.float64)
-        self._wrong = torch.zeros(len(chosen), dtype=torch.int64)
-        self._lowest = torch.full((len(chosen),), NO_UNIT)
-        self._highest = torch.full((len(chosen),), -1)
-        self._softmax = True
+        self._place[chosen] = torch.arange(count)
+        self._sums = torch.zeros(count, d_out, dtype=torch.float64)
+        self._missing = torch.zeros(count, dtype=torch.float64)
+        self._wrong = torch.zeros(count, dtype=torch.int64)
+        self._lowest = torch.full((count,), NO_UNIT)
+        self._highest = torch.full((count,), -1)
+        self._is_softmax = True
 
     def add(self, codes: Tensor, errors: Tensor) -> None:
         """Error signals (m, d_out) of slots of these groups (m,)."""
         places = self._place[codes]
-        places, errors = places[places >= 0], errors[places >= 0]
+        is_chosen = places >= 0
+        places = places[is_chosen]
+        errors = errors[is_chosen]
         if not len(places):
             return
         least, unit = errors.min(1)
-        self._softmax &= bool((is_softmax(errors) & (least >= -1 - TOLERANCE)).all())
+        fits = is_softmax(errors) & (least >= -1 - TOLERANCE)
+        self._is_softmax &= bool(fits.all())
         self._sums.index_add_(0, places, errors.double())
         self._missing.index_add_(0, places, -least.clamp(max=0).double())
-        self._wrong.index_add_(0, places, (errors.max(1).values > 1 + least).long())
+        is_wrong = errors.amax(1) > 1 + least
+        self._wrong.index_add_(0, places, is_wrong.long())
         some = least < 0  # the label of what is learnt to the last bit shows at other visits
         self._lowest.scatter_reduce_(0, places[some], unit[some], "amin")
         self._highest.scatter_reduce_(0, places[some], unit[some], "amax")
 
     def frame(self, visits: Tensor) -> pl.DataFrame:
-        """unit, probability, said, said_probability, wrong; null where the error signals do not tell."""
+        """Return visits, unit, probability, said, said_probability, wrong; null where the error signals do not tell."""
         count, d_out = self._sums.shape
         unit = self._lowest.clamp(max=d_out - 1)
         others = self._sums.clone()
         others[torch.arange(count), unit] = -torch.inf
-        said = others.max(1)
-        every = torch.full((count,), self._softmax and d_out > 1)
-        one = every & (self._lowest == self._highest)
-        columns = {
-            "unit": (unit, one),
-            "probability": (1 - self._missing / visits, every),
-            "said": (said.indices, one),
-            "said_probability": (said.values / visits, one),
-            "wrong": (self._wrong, every),
-        }
-        return pl.DataFrame({name: values.numpy() for name, (values, _) in columns.items()}).with_columns(
-            pl.when(pl.Series(known.numpy())).then(pl.col(name)).alias(name) for name, (_, known) in columns.items()
-        )
+        said_sum, said = others.max(1)
+        is_known = torch.full((count,), self._is_softmax and d_out > 1)
+        has_one_label = is_known & (self._lowest == self._highest)
+        columns = [
+            _column("unit", unit, has_one_label),
+            _column("probability", 1 - self._missing / visits, is_known),
+            _column("said", said, has_one_label),
+            _column("said_probability", said_sum / visits, has_one_label),
+            _column("wrong", self._wrong, is_known),
+        ]
+        return pl.select(pl.Series("visits", visits.numpy()), *columns)
+
+
+def _column(name: str, values: Tensor, is_known: Tensor) -> pl.Expr:
+    """null where nothing is known."""
+    known = pl.lit(pl.Series(is_known.numpy()))
+    return pl.when(known).then(pl.lit(pl.Series(values.numpy()))).alias(name)

@@ -21,6 +21,7 @@ from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.curvature.sums import DAMPING, Factors, damped
 from dualform.layers.keys import Vectors
 from dualform.layers.streams import Layer
+from dualform.query.influence.rows import slices
 
 MATRIX_BYTES = 128 << 20
 """How much memory the matrices of queries may take at a time."""
@@ -43,19 +44,19 @@ Question = Mapping[str, list[MapQuery]]
 
 def map_queries(layer: Layer, queries: Tensor, slopes: Tensor) -> list[MapQuery]:
     """Split what is asked of a layer. queries (examples, positions, d_in or 1), slopes (examples, positions, d_out)."""
-    lead = queries.shape[:2]
+    shape = queries.shape[:2]
     if layer.outputs:
         slopes = slopes[..., list(layer.outputs)]
     keys = Vectors(queries.flatten(0, 1))
+    flat_slopes = slopes.flatten(0, 1)
     found = []
     for linear_map in linear_maps(layer):
-        own_slopes = linear_map.error_side(keys, slopes.flatten(0, 1))
+        own_slopes = torch.unflatten(linear_map.error_side(keys, flat_slopes), 0, shape)
         if linear_map.is_one_hot:
-            own_queries = queries.reshape(lead).long()
+            own_queries = queries.reshape(shape).long()
         else:
-            own_queries = linear_map.key_side(keys)
-            own_queries = own_queries.reshape(*lead, *own_queries.shape[1:])
-        found.append(MapQuery(linear_map, own_queries, own_slopes.reshape(*lead, *own_slopes.shape[1:])))
+            own_queries = torch.unflatten(linear_map.key_side(keys), 0, shape)
+        found.append(MapQuery(linear_map, own_queries, own_slopes))
     return found
 
 
@@ -65,51 +66,44 @@ class Products:
     queries (examples, positions, groups, width + 1): the last column belongs to the constant; slopes (…, groups, outputs).
     """
 
-    def __init__(self, queries: Tensor, slopes: Tensor, constant: float, lengths: Tensor | None = None):
+    def __init__(
+        self,
+        queries: Tensor,
+        slopes: Tensor,
+        constant: float,
+        lengths: Tensor | None = None,
+    ):
         """lengths (examples,): |query · key| is at most this times the key's norm, whichever norm that is."""
         self._queries = queries
         self._slopes = slopes
         self._constant = constant
         self.lengths = lengths
 
-    def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
-        """keys (n, groups, width), errors (n, groups, outputs) → (examples, n)."""
-        count = examples.stop - examples.start
-        _, positions, groups, _ = self._queries.shape
-        n, _, width = keys.shape
-        outputs = errors.shape[2]
-        if not count or (groups == 1 and positions * (width + outputs) <= 2 * max(width, 1) * outputs):
-            found = self.weights(examples, keys)
-            found *= self.slopes_along(examples, errors)
-            return found if positions == 1 else found.reshape(count, positions, n).sum(1)
-        by_group = errors.transpose(0, 1)
-        keys_by_group = keys.transpose(0, 1)
-        found = keys.new_empty(count, n)
-        for place in range(count):
-            first = examples.start + place
-            matrix = self._matrices(slice(first, first + 1))[0]
-            of_keys = ((by_group @ matrix[..., :width]) * keys_by_group).sum((0, 2))
-            of_constant = (by_group @ matrix[..., width:]).sum((0, 2))
-            found[place] = of_keys + self._constant * of_constant
-        return found
-
-    def weights(self, examples: slice, keys: Tensor) -> Tensor:
-        """query · (key, constant), if there are no groups: (examples × positions, n)."""
-        queries = self._queries[examples].flatten(0, 2)
-        width = keys.shape[2]
-        found: Tensor = queries[:, :width] @ keys[:, 0].T
-        return found.add_(queries[:, width:], alpha=self._constant) if self._constant else found
-
-    def slopes_along(self, examples: slice, errors: Tensor) -> Tensor:
-        """slope · error, if there are no groups: (examples × positions, n)."""
-        return self._slopes[examples].flatten(0, 2) @ errors[:, 0].T
-
     @property
     def is_one_pair(self) -> bool:
         """Whether a query is one vector and one slope."""
-        return self._queries.shape[1] == self._queries.shape[2] == 1
+        _, positions, groups, _ = self._queries.shape
+        return positions == groups == 1
 
-    def of_rows(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
+    def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
+        """keys (n, groups, width), errors (n, groups, outputs) → (examples, n)."""
+        _, positions, groups, _ = self._queries.shape
+        width = keys.shape[2]
+        outputs = errors.shape[2]
+        # Multiplications for each slot
+        by_pairs = positions * (width + outputs)
+        by_matrix = 2 * max(width, 1) * outputs
+        if groups == 1 and by_pairs <= by_matrix:
+            return self._by_pairs(examples, keys, errors)
+        return self._by_query_matrix(examples, keys, errors)
+
+    def of_rows(
+        self,
+        examples: slice,
+        keys: Tensor,
+        errors: Tensor,
+        positions: int,
+    ) -> Tensor:
         """Return the same, summed over the positions of each row: (examples, n / positions)."""
         if positions == 1:
             return self.of_slots(examples, keys, errors)
@@ -117,46 +111,96 @@ class Products:
         own_positions = self._queries.shape[1]
         n, groups, width = keys.shape
         outputs = errors.shape[2]
-        rows = n // positions
         # Multiplications of each way
         matrix_size = groups * max(width, 1) * outputs
-        by_matrix = matrix_size * (n + rows * count + own_positions * count)
-        by_slot = n * count * min(groups * own_positions * (width + outputs), 2 * matrix_size)
-        if by_slot <= by_matrix:
-            return self.of_slots(examples, keys, errors).reshape(count, rows, positions).sum(2)
-        return self._of_row_matrices(examples, keys, errors, positions)
+        pairs_size = groups * own_positions * (width + outputs)
+        by_slot = n * count * min(pairs_size, 2 * matrix_size)
+        by_row_matrix = matrix_size * (n + n // positions * count + own_positions * count)
+        if by_slot <= by_row_matrix:
+            return _sum_positions(self.of_slots(examples, keys, errors), positions)
+        return self._by_row_matrix(examples, keys, errors, positions)
 
-    def _of_row_matrices(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
-        """Sum the slots of each row to a matrix, and multiply it with that of each query."""
+    # Two inner products for each pair of positions
+
+    def _by_pairs(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
+        products = self.weights(examples, keys)
+        products *= self.slopes_along(examples, errors)
+        positions = self._queries.shape[1]
+        if positions == 1:
+            return products
+        return torch.unflatten(products, 0, (-1, positions)).sum(1)
+
+    def weights(self, examples: slice, keys: Tensor) -> Tensor:
+        """query · (key, constant), if there are no groups: (examples × positions, n)."""
+        width = keys.shape[2]
+        queries = self._queries[examples].flatten(0, 2)
+        weights: Tensor = queries[:, :width] @ keys[:, 0].T
+        if self._constant:
+            weights.add_(queries[:, width:], alpha=self._constant)
+        return weights
+
+    def slopes_along(self, examples: slice, errors: Tensor) -> Tensor:
+        """slope · error, if there are no groups: (examples × positions, n)."""
+        return self._slopes[examples].flatten(0, 2) @ errors[:, 0].T
+
+    # The query's sum over positions as a matrix
+
+    def _by_query_matrix(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
+        width = keys.shape[2]
+        keys_by_group = keys.transpose(0, 1)
+        errors_by_group = errors.transpose(0, 1)
+        products = keys.new_empty(examples.stop - examples.start, len(keys))
+        for own, example in zip(products, slices(examples.start, examples.stop, 1), strict=True):
+            [matrix] = self._matrices(example)
+            along_keys = (errors_by_group @ matrix[..., :width]) * keys_by_group
+            along_constant = errors_by_group @ matrix[..., width:]
+            own[:] = along_keys.sum((0, 2)) + self._constant * along_constant.sum((0, 2))
+        return products
+
+    # The sums of both the query and the row as matrices
+
+    def _by_row_matrix(
+        self,
+        examples: slice,
+        keys: Tensor,
+        errors: Tensor,
+        positions: int,
+    ) -> Tensor:
         n, groups, width = keys.shape
+        outputs = errors.shape[2]
         rows = n // positions
-        by_row = errors.reshape(rows, positions, groups, -1).permute(0, 2, 3, 1)
+        errors_by_row = errors.reshape(rows, positions, groups, outputs).permute(0, 2, 3, 1)
         keys_by_row = keys.reshape(rows, positions, groups, width).transpose(1, 2)
-        of_keys = (by_row @ keys_by_row).reshape(rows, -1)
-        of_constant = by_row.sum(3).reshape(rows, -1)
-        matrix_bytes = groups * max(width, 1) * errors.shape[2] * keys.element_size()
+        of_keys = (errors_by_row @ keys_by_row).reshape(rows, -1)
+        of_constant = errors_by_row.sum(3).reshape(rows, -1)
+        matrix_bytes = groups * max(width, 1) * outputs * keys.element_size()
+        products = []
         size = max(1, MATRIX_BYTES // matrix_bytes)
-        found = []
-        for low in range(examples.start, examples.stop, size):
-            matrices = self._matrices(slice(low, min(low + size, examples.stop)))
-            along_keys = matrices[..., :width].reshape(len(matrices), -1) @ of_keys.T
-            along_constant = matrices[..., width].reshape(len(matrices), -1) @ of_constant.T
-            found.append(along_keys + self._constant * along_constant)
-        return torch.cat(found)
+        for some in slices(examples.start, examples.stop, size):
+            matrices = self._matrices(some)
+            along_keys = matrices[..., :width].flatten(1) @ of_keys.T
+            along_constant = matrices[..., width].flatten(1) @ of_constant.T
+            products.append(along_keys + self._constant * along_constant)
+        return torch.cat(products)
 
     def _matrices(self, examples: slice) -> Tensor:
-        """Σ over positions of slope ⊗ query, (examples, groups, outputs, width + 1)."""
-        return self._all_matrices[examples] if self._all_matrices is not None else self._summed(examples)
-
-    def _summed(self, examples: slice) -> Tensor:
-        return self._slopes[examples].permute(0, 2, 3, 1) @ self._queries[examples].transpose(1, 2)
+        """Return Σ over positions of slope ⊗ query, (examples, groups, outputs, width + 1)."""
+        if self._all_matrices is not None:
+            return self._all_matrices[examples]
+        return self._sum_matrices(examples)
 
     @cached_property
     def _all_matrices(self) -> Tensor | None:
         """Those of all examples, if they are small enough to be kept."""
         examples, _, groups, width = self._queries.shape
-        size = examples * groups * width * self._slopes.shape[3] * self._queries.element_size()
-        return self._summed(slice(0, examples)) if size <= MATRIX_BYTES else None
+        outputs = self._slopes.shape[3]
+        nbytes = examples * groups * width * outputs * self._queries.element_size()
+        return self._sum_matrices(slice(0, examples)) if nbytes <= MATRIX_BYTES else None
+
+    def _sum_matrices(self, examples: slice) -> Tensor:
+        slopes = self._slopes[examples].permute(0, 2, 3, 1)
+        queries = self._queries[examples].transpose(1, 2)
+        return slopes @ queries
 
 
 class OneHotProducts:
@@ -166,27 +210,40 @@ class OneHotProducts:
     """
 
     def __init__(self, numbers: Tensor, slopes: Tensor):
-        self._by_example = [_summed_by_number(*one) for one in zip(numbers, slopes[:, :, 0], strict=True)]
+        self._by_example = [_sum_by_number(*one) for one in zip(numbers, slopes[:, :, 0], strict=True)]
 
     def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
         """keys (n,), errors (n, 1, outputs) → (examples, n)."""
-        found = errors.new_zeros(examples.stop - examples.start, len(keys))
-        for scores, (numbers, slopes) in zip(found, self._by_example[examples], strict=True):
-            slots = torch.nonzero(torch.isin(keys, numbers) & (keys >= 0))[:, 0]  # −1 is a key of zeros
+        products = errors.new_zeros(examples.stop - examples.start, len(keys))
+        for own, (numbers, slopes) in zip(products, self._by_example[examples], strict=True):
+            is_same = torch.isin(keys, numbers) & (keys >= 0)  # −1 is a key of zeros
+            slots = torch.nonzero(is_same)[:, 0]
             places = torch.searchsorted(numbers, keys[slots])
-            scores[slots] = (slopes[places] * errors[slots, 0]).sum(1)
-        return found
+            own[slots] = (slopes[places] * errors[slots, 0]).sum(1)
+        return products
 
-    def of_rows(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
+    def of_rows(
+        self,
+        examples: slice,
+        keys: Tensor,
+        errors: Tensor,
+        positions: int,
+    ) -> Tensor:
         """Return the same, summed over the positions of each row: (examples, n / positions)."""
-        count = examples.stop - examples.start
-        return self.of_slots(examples, keys, errors).reshape(count, -1, positions).sum(2)
+        return _sum_positions(self.of_slots(examples, keys, errors), positions)
 
 
-def _summed_by_number(numbers: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_by_number(numbers: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct numbers, ascending, and the sum of the slopes of each. numbers (positions,), slopes (positions, outputs)."""
     distinct, places = torch.unique(numbers, return_inverse=True)
-    return distinct, slopes.new_zeros(len(distinct), slopes.shape[1]).index_add_(0, places, slopes)
+    sums = slopes.new_zeros(len(distinct), slopes.shape[1])
+    return distinct, sums.index_add_(0, places, slopes)
+
+
+def _sum_positions(products: Tensor, positions: int) -> Tensor:
+    """(examples, n) → (examples, n / positions)."""
+    examples, n = products.shape
+    return products.reshape(examples, n // positions, positions).sum(2)
 
 
 def plain_products(query: MapQuery) -> Products | OneHotProducts:
@@ -194,32 +251,44 @@ def plain_products(query: MapQuery) -> Products | OneHotProducts:
     linear_map = query.linear_map
     if linear_map.is_one_hot:
         return OneHotProducts(query.queries, query.slopes)
-    return Products(linear_map.with_constant(query.queries), query.slopes, linear_map.constant)
+    queries = linear_map.with_constant(query.queries)
+    return Products(queries, query.slopes, linear_map.constant)
 
 
 def whitened_products(query: MapQuery, factors: Factors, damping: float) -> Products | OneHotProducts:
     """Return the same with the inverse curvature between them; minus: what supports is positive."""
-    linear_map = query.linear_map
-    queries = query.queries
     dtype = query.slopes.dtype
-    slopes = _solved(factors.errors, query.slopes.double(), damping) / -max(factors.positions, 1e-30)
+    linear_map = query.linear_map
+    positions = max(factors.positions, 1e-30)  # 0 in a segment without slots
+    slopes = _solve(factors.errors, query.slopes.double(), damping) / -positions
     if linear_map.is_one_hot:
         inverse = 1 / (factors.keys + damping * factors.keys.mean())
-        weights = torch.where(queries >= 0, inverse[queries.clamp(min=0)], 0)
-        return OneHotProducts(queries, (slopes * weights[..., None, None]).to(dtype))
-    extended = linear_map.with_constant(queries).double()[..., : factors.keys.shape[1]]
-    solved = _solved(factors.keys, extended, damping)
-    # At another damping than the usual one, norms are longer by this much at most
-    longer = max(1.0, DAMPING / damping) ** 0.5
-    lengths = (extended * solved).sum(-1).clamp(min=0).sqrt() * longer
+        numbers = query.queries
+        weights = torch.where(numbers >= 0, inverse[numbers.clamp(min=0)], 0)
+        return OneHotProducts(numbers, (slopes * weights[..., None, None]).to(dtype))
+    queries = linear_map.with_constant(query.queries).double()
     if not linear_map.constant:
-        solved = torch.cat([solved, solved.new_zeros(*solved.shape[:-1], 1)], -1)
-    return Products(solved.to(dtype), slopes.to(dtype), linear_map.constant, lengths.flatten(1).sum(1).to(dtype))
+        queries = queries[..., :-1]
+    solved = _solve(factors.keys, queries, damping)
+    lengths = (queries * solved).sum(-1).clamp(min=0).sqrt()
+    # At another damping than the usual one, norms are longer by this much at most
+    lengths *= max(1.0, DAMPING / damping) ** 0.5
+    if not linear_map.constant:
+        solved = torch.nn.functional.pad(solved, (0, 1))
+    # One bound for all positions and groups of a query
+    summed_lengths = lengths.flatten(1).sum(1)
+    return Products(
+        solved.to(dtype),
+        slopes.to(dtype),
+        linear_map.constant,
+        summed_lengths.to(dtype),
+    )
 
 
-def _solved(curvature: Tensor, vectors: Tensor, damping: float) -> Tensor:
+def _solve(curvature: Tensor, vectors: Tensor, damping: float) -> Tensor:
     """(curvature + damping · its mean eigenvalue)⁻¹ vectors; curvature (groups, d, d), vectors (…, groups, d)."""
     groups, width, _ = curvature.shape
     columns = vectors.reshape(-1, groups, width).permute(1, 2, 0)
-    found = torch.cholesky_solve(columns, torch.linalg.cholesky(damped(curvature, damping)))
-    return found.permute(2, 0, 1).reshape(vectors.shape)
+    triangle = torch.linalg.cholesky(damped(curvature, damping))
+    solved = torch.cholesky_solve(columns, triangle)
+    return solved.permute(2, 0, 1).reshape(vectors.shape)

@@ -17,25 +17,20 @@ from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
 
-class OfSlots(Protocol):
+class SlotProducts(Protocol):
     """Scores that are linear in slots: Products, OneHotProducts, SketchedProducts."""
 
     def of_slots(self, examples: slice, keys: Tensor, errors: Tensor) -> Tensor:
         """(examples, n)."""
 
-    def of_rows(self, examples: slice, keys: Tensor, errors: Tensor, positions: int) -> Tensor:
+    def of_rows(
+        self,
+        examples: slice,
+        keys: Tensor,
+        errors: Tensor,
+        positions: int,
+    ) -> Tensor:
         """(examples, n / positions)."""
-
-
-class Scored(Protocol):
-    """A method's scores for some queries."""
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """What was looked at."""
-
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
-        """The scores of some queries for the rows of a window in segment `number`, summed over layers: (queries, rows)."""
 
 
 @dataclass(frozen=True)
@@ -45,46 +40,75 @@ class LinearScores:
     store: Store
     segments: Sequence[Segment]
     loss_mean: LossMean
-    products: Sequence[Mapping[str, Sequence[OfSlots]]]
+    dtype: torch.dtype
+    products: Sequence[Mapping[str, Sequence[SlotProducts]]]
+    """For each linear map of a layer."""
     norms: Sequence[Mapping[str, Tensor | None]] = ()
-    """The norm of each row's key, by segment and layer, where it is known: that of `Products.lengths`."""
+    """The norm of each row's key, where it is known: that of `Products.lengths`."""
 
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
+    def of_rows(
+        self,
+        number: int,
+        layers: Sequence[Layer],
+        window: Window,
+        queries: slice,
+    ) -> Tensor:
         """(queries, rows)"""
-        found = torch.zeros(queries.stop - queries.start, window.end - window.begin, dtype=dtype)
+        scores = torch.zeros(queries.stop - queries.start, window.rows, dtype=self.dtype)
         for layer in layers:
             maps = self._maps(number, layer)
-            for here, piece, keys, errors in pieces_in(self.store, layer, window, dtype):
-                divisor = piece.loss_divisors(self.loss_mean, dtype)
-                for linear_map, product in maps:
-                    own_keys = linear_map.key_side(keys)
-                    own_errors = linear_map.error_side(keys, errors)
-                    found[:, here] += product.of_rows(queries, own_keys, own_errors, piece.positions).mul_(divisor)
-        return found
+            for slots in pieces_in(self.store, layer, window, self.dtype):
+                divisors = slots.piece.loss_divisors(self.loss_mean, self.dtype)
+                for linear_map, products in maps:
+                    found = products.of_rows(queries, *slots.sides(linear_map), slots.piece.positions)
+                    scores[:, slots.here] += found.mul_(divisors)
+        return scores
 
-    def slots(self, number: int, chunk: SlotChunk, low: int, high: int, queries: slice, dtype: torch.dtype) -> Tensor:
+    def of_slots(
+        self,
+        number: int,
+        chunk: SlotChunk,
+        low: int,
+        high: int,
+        queries: slice,
+    ) -> Tensor:
         """The scores of some queries for the slots low to high of a chunk, all in segment `number`: (queries, slots)."""
-        found = torch.zeros(queries.stop - queries.start, high - low, dtype=dtype)
-        keys = chunk.keys(dtype, low, high)
-        errors = chunk.errors(dtype, low, high)
-        for linear_map, product in self._maps(number, chunk.layer):
-            found += product.of_slots(queries, linear_map.key_side(keys), linear_map.error_side(keys, errors))
-        return found.mul_(self.loss_mean.of_slots(chunk, low, high, dtype))
+        scores = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
+        keys = chunk.keys(self.dtype, low, high)
+        errors = chunk.errors(self.dtype, low, high)
+        for linear_map, products in self._maps(number, chunk.layer):
+            own_keys = linear_map.key_side(keys)
+            own_errors = linear_map.error_side(keys, errors)
+            scores += products.of_slots(queries, own_keys, own_errors)
+        divisors = self.loss_mean.of_slots(chunk, low, high, self.dtype)
+        return scores.mul_(divisors)
 
-    def _maps(self, number: int, layer: Layer) -> list[tuple[LinearMap, OfSlots]]:
-        return list(zip(linear_maps(layer), self.products[number].get(layer.name, ()), strict=False))
+    def _maps(self, number: int, layer: Layer) -> list[tuple[LinearMap, SlotProducts]]:
+        return list(zip(linear_maps(layer), self.products[number][layer.name], strict=True))
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """Of a method that knows rows only: by segment (layers, queries, rows)."""
+    """Of a method that knows rows only."""
 
-    layers: Sequence[str]
     segments: Sequence[Segment]
+    layers: Sequence[str]
     scores: Sequence[Tensor]
+    """Of each segment, (layers, queries, rows)."""
 
-    def rows(self, number: int, layers: Sequence[Layer], window: Window, queries: slice, dtype: torch.dtype) -> Tensor:
+    def of_rows(
+        self,
+        number: int,
+        layers: Sequence[Layer],
+        window: Window,
+        queries: slice,
+    ) -> Tensor:
         """(queries, rows)"""
-        first = self.segments[number].first_row
+        first_row = self.segments[number].first_row
+        rows = slice(window.begin - first_row, window.end - first_row)
         places = [self.layers.index(layer.name) for layer in layers]
-        return self.scores[number][places, queries, window.begin - first : window.end - first].sum(0).to(dtype)
+        return self.scores[number][places, queries, rows].sum(0)
+
+
+Scores = LinearScores | RowScores
+"""What a method finds, for some queries."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dualform.curvature.loss_mean import LossMean
 from dualform.errors import NotRecordedError
 from dualform.layers.streams import Layer
-from dualform.query.influence.segments import Segment, Window, one_slot_a_row, pieces_in, windows
+from dualform.progress import report
+from dualform.query.influence.problem import Problem
+from dualform.query.influence.products import Question
+from dualform.query.influence.segments import Segment, one_slot_a_row, undecoded_pieces
 from dualform.store.reader import Store
 
 TOLERANCE = 2e-3
@@ -39,7 +41,7 @@ def misfit(errors: Tensor, layer: str) -> Tensor:
             f'{int((~fits).sum())} of {len(fits)} rows differ. The methods "kernel" and "sketch" need that loss; ask '
             f'method="whitened", which fits any.'
         )
-    found = -errors.clamp(max=0).sum(1)
+    found = -errors.clamp(max=0).sum(1)  # the one negative entry is p − 1
     if bool((found > 1 + TOLERANCE).any()):
         raise NotRecordedError(
             f"the error signals of layer {layer!r} are larger than those of a cross-entropy averaged over the rows of a batch: "
@@ -52,32 +54,45 @@ def misfit(errors: Tensor, layer: str) -> Tensor:
 class Misfit:
     """1 − p of every row's label in a segment."""
 
-    def __init__(self, store: Store, segment: Segment, layer: Layer, loss_mean: LossMean):
+    def __init__(self, problem: Problem, segment: Segment, layer: Layer):
         """layer: the one whose output is the logits."""
+        store = problem.store
         if not one_slot_a_row(store, layer, segment):
             raise NotRecordedError(
                 f"layer {layer.name!r} has several slots for each row (positions, calls, or backward passes), hence several labels. The "
                 f'methods "kernel" and "sketch" are for one label a row; ask method="whitened".'
             )
-        self._first = segment.first_row
-        self._found = torch.zeros(segment.end_row - segment.first_row, dtype=torch.float64)
-        for window in windows(store, segment.first_row, segment.end_row, ROWS):
-            for here, piece, _, errors in pieces_in(store, layer, window, torch.float64):
-                place = slice(*(window.begin - self._first + n for n in (here.start, here.stop)))
-                whole = errors * piece.loss_divisors(loss_mean, torch.float64)[:, None]
-                self._found[place] = misfit(whole, layer.name)
+        self._dtype = problem.dtype
+        self._first_row = segment.first_row
+        self._misfit = torch.zeros(segment.rows, dtype=torch.float64)
+        for window in segment.windows(store, ROWS):
+            for piece in undecoded_pieces(store, layer, window, layer.d_in + layer.d_out):
+                divisors = piece.loss_divisors(problem.loss_mean, torch.float64)
+                errors = piece.errors(torch.float64) * divisors[:, None]
+                self._misfit[piece.places(segment.first_row)] = misfit(errors, layer.name)
 
-    def weights(self, window: Window, dtype: torch.dtype) -> Tensor:
-        """√(p / (1 − p)) of the rows of a window; 0 where p is 1, for then there is no error signal."""
-        found = self._found[window.begin - self._first : window.end - self._first]
-        return torch.where(found > 0, ((1 - found).clamp(min=LEAST) / found.clamp(min=LEAST**2)).sqrt(), 0).to(dtype)
+    def weights(self, first_row: int, end_row: int) -> Tensor:
+        """Return √(p / (1 − p)) of some rows; 0 where p is 1, for then there is no error signal."""
+        found = self._misfit[first_row - self._first_row : end_row - self._first_row]
+        p = (1 - found).clamp(min=LEAST)
+        odds = p / found.clamp(min=LEAST**2)
+        return torch.where(found > 0, odds.sqrt(), 0).to(self._dtype)
 
 
-def logits(layers: Sequence[Layer]) -> Layer:
-    """The layer whose output is taken for the logits: the last one that is a linear map of all its outputs."""
-    found = [layer for layer in layers if layer.attends]
-    if not found or found[-1].outputs:
+def softmax_parts(problem: Problem, method: str) -> Iterator[tuple[Segment, Question, Misfit]]:
+    """Return each segment with its question and what its rows have still to learn."""
+    output = logits(problem.store)
+    parts = list(zip(problem.segments, problem.questions, strict=True))
+    for segment, question in report(method, parts, problem.progress):
+        yield segment, question, Misfit(problem, segment, output)
+
+
+def logits(store: Store) -> Layer:
+    """Return the layer whose output is taken for the logits: the last one that is a linear map of all its outputs."""
+    recorded = [layer for layer in store.manifest.layers if layer.name not in store.manifest.left_out]
+    attending = [layer for layer in recorded if layer.attends]
+    if not attending or attending[-1].outputs:
         raise NotRecordedError(
             'the methods "kernel" and "sketch" need the error signals of all logits, and no layer has them. Ask method="whitened".'
         )
-    return found[-1]
+    return attending[-1]
