@@ -26,9 +26,10 @@ from torch import Tensor
 
 from dualform.dual.coefficients import not_replayed, update_table
 from dualform.dual.gradient_sizes import wrong_size
-from dualform.dual.gradients import compute_dtype, kept_rows
+from dualform.dual.gradients import compute_dtype
 from dualform.dual.masked import masked_by_groups, rebuild_each
 from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, weights_floor
+from dualform.dual.rows import kept_rows
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError

@@ -120,7 +120,14 @@ def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
     return None if is_elementwise(updates) else Plan(store, updates, keep)
 
 
-def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Keep) -> Tensor:
+def masked(
+    store: Store,
+    parameter: str,
+    trained: Tensor,
+    *,
+    end: int,
+    keep: Keep,
+) -> Tensor:
     """Return initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
     found = plan(store, parameter, end=end, keep=keep)
     if found is None:
