@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import recorded_updates, update_table
-from dualform.dual.gradients import Call, Replayed
+from dualform.dual.gradients import Call, Replayed, description
 from dualform.dual.rounding import roundoff, storage_roundoff
 from dualform.dual.rows import kept_rows, used_rows
 from dualform.layers.keys import Keys, in_groups, part
@@ -78,7 +78,7 @@ def _seen_sizes(store: Store, parameter: str, end: int) -> pl.DataFrame:
 
 def projection_of(store: Store, parameter: str) -> Projection:
     """The private matrix R that the recorder saw a parameter through."""
-    described = store.manifest.parameters[store.parameter(parameter)]
+    described = description(store, parameter)
     dtype = getattr(torch, described.dtype)
     seed = int(store.manifest.settings["seed"])
     return Projection.of(parameter, described.shape, dtype, seed, vector=store.is_vector(parameter))
@@ -87,11 +87,15 @@ def projection_of(store: Store, parameter: str) -> Projection:
 class _Check:
     """Sizes of one parameter's gradients, from its slots."""
 
-    def __init__(self, store: Store, parameter: str, end: int):
-        described = store.manifest.parameters[store.parameter(parameter)]
+    def __init__(
+        self,
+        store: Store,
+        parameter: str,
+        end: int,
+    ):
         self._projection = projection_of(store, parameter)
         self._gradients = Replayed(store, recorded_updates(store, parameter, end=end))
-        self._roundoff = roundoff(described.dtype)
+        self._roundoff = roundoff(description(store, parameter).dtype)
         self._storage = storage_roundoff(store, parameter)
 
     def read(self, place: int) -> Sequence[Call]:
@@ -136,7 +140,9 @@ class _Check:
             random = self._projection.random_like(call.errors)
             for use in self._gradients.uses(call.layer):
                 of_keys, of_errors = _squares_through(use, call.keys, call.errors, random)
-                squares = equal_keys * of_keys.double() + equal_errors * of_errors.double()
+                of_keys = equal_keys * of_keys.double()
+                of_errors = equal_errors * of_errors.double()
+                squares = of_keys + of_errors
                 total += call.factor**2 * float(squares.sum())
         return total / (EVENLY_SPREAD * self._projection.columns)
 
@@ -152,15 +158,22 @@ def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
     return [torch.from_numpy(of_call) for of_call in by_call]
 
 
-def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+def _squares_through(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    random: Tensor,
+) -> tuple[Tensor, Tensor]:
     """‖d(slot @ R)‖² of each slot, if each number of its key is off by its own size, and the same for its error signal: two times (n,)."""
     used = part(errors, use.errors)
     square_rows = random.square().sum(1, keepdim=True)
     if use.role == "table":  # keys are one-hot: exact
         of_errors = (used.square() @ square_rows)[:, 0]
         return torch.zeros_like(of_errors), of_errors
-    in_key = keys.squared().project(square_rows, use.keys, use.groups)[..., 0]
-    seen_key = keys.project(random, use.keys, use.groups).square().sum(-1)
+    in_key = keys.squared().project(square_rows, use.keys, use.groups)
+    in_key = in_key[..., 0]
+    seen_key = keys.project(random, use.keys, use.groups)
+    seen_key = seen_key.square().sum(-1)
     sizes = in_groups(used, use.groups).square().sum(-1)
     sizes = sizes.reshape(in_key.shape)
     of_keys = (in_key * sizes).reshape(len(used), -1).sum(1)
@@ -168,7 +181,12 @@ def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tu
     return of_keys, of_errors
 
 
-def _projected(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> Tensor:
+def _projected(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    random: Tensor,
+) -> Tensor:
     """What slots add to a weight, seen through R: (rows, columns of R)."""
     used = part(errors, use.errors)
     if use.role == "table":

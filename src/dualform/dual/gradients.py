@@ -18,6 +18,7 @@ from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
 from dualform.layers.keys import Keys, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
+from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -27,10 +28,15 @@ Keep = Callable[[SlotChunk], Bools]
 """Which slots of a chunk take part, (slots,)."""
 
 
+def description(store: Store, parameter: str) -> Parameter:
+    """Return what the manifest says of a parameter."""
+    return store.manifest.parameters[store.parameter(parameter)]
+
+
 def compute_dtype(store: Store, parameter: str) -> torch.dtype:
     """float64 for float64 parameters, float32 for all others."""
-    kind = store.manifest.parameters[store.parameter(parameter)].dtype
-    return torch.float64 if kind == "float64" else torch.float32
+    is_double = description(store, parameter).dtype == "float64"
+    return torch.float64 if is_double else torch.float32
 
 
 def chunk_place(store: Store, step: int) -> int:
@@ -38,7 +44,12 @@ def chunk_place(store: Store, step: int) -> int:
     return bisect_right(store.manifest.chunks, step, key=lambda chunk: chunk.end_step)
 
 
-def of_slots(use: Use, keys: Keys, errors: Tensor, columns: Tensor | slice | None = None) -> Tensor:
+def of_slots(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    columns: Tensor | slice | None = None,
+) -> Tensor:
     """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector. columns: some of the errors'."""
     if use.role == "scale":
         return keys.vectors().sum(0)
@@ -53,7 +64,12 @@ def _used_errors(use: Use, errors: Tensor, columns: Tensor | slice | None) -> Te
     return part(errors, use.errors) if columns is None else errors[:, columns]
 
 
-def _with_unkept(layer: Layer, use: Use, written: Tensor, length: int) -> Tensor:
+def _with_unkept(
+    layer: Layer,
+    use: Use,
+    written: Tensor,
+    length: int,
+) -> Tensor:
     """What slots write to a bias, with zeros for the outputs whose error signals were not kept."""
     if not layer.outputs or use.role != "bias":
         return written
@@ -65,7 +81,12 @@ def _with_unkept(layer: Layer, use: Use, written: Tensor, length: int) -> Tensor
 class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | None = None):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        columns: Tensor | None = None,
+    ):
         """columns: only these of the error signals."""
         self._total = torch.zeros(*shape, dtype=dtype)
         self._matrix = self._total.flatten(1) if len(shape) > 1 else self._total
@@ -141,9 +162,11 @@ class Call:
         kept = torch.from_numpy(self.kept)
         if self.layer.form == "vectors" and isinstance(self.keys, Vectors):
             places = kept.nonzero()[:, 0]
-            return Call(self.layer, self.factor, self.keys.some(places), self.errors.index_select(0, places))
-        keys = weighted_parts(self.keys, self.layer, kept)
-        return Call(self.layer, self.factor, keys, self.errors * kept.unsqueeze(1))
+            keys = self.keys.some(places)
+            return Call(self.layer, self.factor, keys, self.errors.index_select(0, places))
+        all_keys = weighted_parts(self.keys, self.layer, kept)
+        errors = self.errors * kept.unsqueeze(1)
+        return Call(self.layer, self.factor, all_keys, errors)
 
 
 @dataclass(frozen=True)
@@ -198,8 +221,7 @@ class Replayed:
         return self._uses[layer.name]
 
     def _shape(self) -> tuple[int, ...]:
-        number = self.store.parameter(self._parameter)
-        shape = self.store.manifest.parameters[number].shape
+        shape = description(self.store, self._parameter).shape
         return shape if self.rows is None else (len(self.rows.places), *shape[1:])
 
     def sum(self) -> Sum:
@@ -217,17 +239,21 @@ class Replayed:
         if recorded is not None and self._keep is None:
             return Step(recorded, [])
         factors = self.updates.factors[place]
-        return Step(recorded, list(self._calls(chunk, step, factors)))
+        calls = list(self._calls(chunk, step, factors))
+        return Step(recorded, calls)
 
     def __call__(self, step: Step, total: Sum) -> Tensor:
         """The gradient of one update, as the optimizer saw it."""
-        return self._added(step.calls, total) if step.recorded is None else step.recorded
+        if step.recorded is not None:
+            return step.recorded
+        return self._added(step.calls, total)
 
     def kept(self, step: Step, total: Sum) -> Tensor:
         """The part of it that the mask keeps."""
         if step.recorded is not None:
             return self._without(step.recorded, step.calls)
-        return self._added([call.masked() for call in step.calls], total)
+        masked = [call.masked() for call in step.calls]
+        return self._added(masked, total)
 
     def _added(self, calls: list[Call], total: Sum) -> Tensor:
         for call in calls:
@@ -250,9 +276,15 @@ class Replayed:
                 written = call.keys.vectors() if use.role == "scale" else part(call.errors, use.errors)
                 sum_of_left = written.numpy()[left_out].sum(0, dtype=longer)
                 used_rows(use, rest)[outputs] -= sum_of_left * longer(call.factor)
-        return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
+        result = torch.from_numpy(rest.astype(np.float64))
+        return result.reshape(full.shape).to(self.dtype)
 
-    def _calls(self, opened: _OpenChunk, step: int, factors: Floats) -> Iterator[Call]:
+    def _calls(
+        self,
+        opened: _OpenChunk,
+        step: int,
+        factors: Floats,
+    ) -> Iterator[Call]:
         """The slots of a step, call by call."""
         for chunk, kept in opened.layers:
             layer = chunk.layer

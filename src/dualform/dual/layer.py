@@ -48,11 +48,14 @@ class DualLayer:
     @cached_property
     def initial_weight(self) -> Tensor:
         """a·W_0 + b·(optimizer state when recording began), (d_out, d_in)."""
-        return self._matrix({name: self._initial(name) for name in self._weights})
+        weights = {name: self._initial(name) for name in self._weights}
+        return self._matrix(weights)
 
     def _initial(self, name: str) -> Tensor:
         outputs = self._layer.outputs
-        rows = chosen_rows(self._store, name, outputs) if outputs else None
+        rows = None
+        if outputs:
+            rows = chosen_rows(self._store, name, outputs)
         return initial(self._store, name, self._end, rows)
 
     @cached_property
@@ -65,7 +68,8 @@ class DualLayer:
     def bias(self) -> Tensor | None:
         """The bias from its own slots (its key is the constant 1), (d_out,)."""
         names = [use.parameter for use in self._layer.uses if use.role == "bias"]
-        bias = as_bias(self._layer, {name: self._rebuilt(name) for name in names})
+        biases = {name: self._rebuilt(name) for name in names}
+        bias = as_bias(self._layer, biases)
         return None if bias is None else bias.to(self._dtype)
 
     def _rebuilt(self, name: str) -> Tensor:
@@ -101,13 +105,13 @@ class DualLayer:
     def keys(self) -> Tensor:
         """X, one row a slot: (slots, d_in). All of them are read into memory."""
         empty = torch.zeros(0, self._layer.d_in, dtype=self._dtype)
-        return torch.cat([empty, *(keys.vectors() for *_, keys in self._pieces())])
+        pieces = [keys.vectors() for *_, keys in self._pieces()]
+        return torch.cat([empty, *pieces])
 
     @property
     def values(self) -> Tensor:
         """E, one row a slot: (slots, d_out), −coefficient × error signal. All of them are read into memory."""
-        self._plain_coefficients()
-        pieces = [piece for _, _, piece in self.pieces()]
+        pieces = [piece for *_, piece in self.pieces()]
         if not pieces:
             return torch.zeros(0, self._layer.d_out, dtype=self._dtype)
         return torch.cat(pieces)
@@ -116,7 +120,9 @@ class DualLayer:
         """Keys and values in the order of slots, a piece at a time: (number of the first slot, (m, d_in), (m, d_out))."""
         by_slot = self._plain_coefficients()
         for chunk, low, high, keys in self._pieces():
-            yield chunk.first_slot + low, keys.vectors(), values(chunk, by_slot, low, high, self._dtype)
+            first = chunk.first_slot + low
+            piece = values(chunk, by_slot, low, high, self._dtype)
+            yield first, keys.vectors(), piece
 
     def take(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys (m, d_in) and values (m, d_out) of some slots by their numbers; only what they need is read."""
@@ -132,7 +138,8 @@ class DualLayer:
                 first, last = chunk.whole(low)
                 keys = chunk.keys(self._dtype, first, last)
                 taken_keys[place] = keys.vectors()[low - first]
-                taken_values[place] = values(chunk, by_slot, low, low + 1, self._dtype)[0]
+                value = values(chunk, by_slot, low, low + 1, self._dtype)
+                taken_values[place] = value[0]
         return taken_keys, taken_values
 
     def _chunks(self) -> Iterator[SlotChunk]:
@@ -142,7 +149,8 @@ class DualLayer:
         """The slots in their order, a piece at a time: (chunk, first, end, keys)."""
         for chunk in self._chunks():
             for low, high in chunk.pieces(self._layer.d_in + self._layer.d_out):
-                yield chunk, low, high, chunk.keys(self._dtype, low, high)
+                keys = chunk.keys(self._dtype, low, high)
+                yield chunk, low, high, keys
 
     @property
     def _kept_outputs(self) -> int:
@@ -155,7 +163,8 @@ class DualLayer:
         query = self._converted(query)
         flat = query.reshape(-1, query.shape[-1])
         empty = flat.new_zeros(len(flat), 0)
-        weights = torch.cat([empty, *(keys.dot(flat) for *_, keys in self._pieces())], dim=-1)
+        pieces = [keys.dot(flat) for *_, keys in self._pieces()]
+        weights = torch.cat([empty, *pieces], dim=-1)
         return weights.reshape(*query.shape[:-1], weights.shape[-1])
 
     def attention(self, query: Tensor) -> Tensor:
@@ -167,8 +176,10 @@ class DualLayer:
         total = torch.zeros(len(flat), self._kept_outputs, dtype=torch.float64)
         for chunk, low, high, keys in self._pieces():
             piece = values(chunk, self._coefficients, low, high, self._dtype)
-            total += (keys.dot(flat) @ piece).double()
-        return total.to(self._dtype).reshape(*query.shape[:-1], -1)
+            weights = keys.dot(flat)
+            total += (weights @ piece).double()
+        result = total.to(self._dtype)
+        return result.reshape(*query.shape[:-1], -1)
 
     @property
     def _is_one_matrix(self) -> bool:
@@ -181,7 +192,9 @@ class DualLayer:
         """W_0 x + Attention(X, E, x) (+ bias), equation 13; equals the primal layer."""
         x = self._converted(x)
         output = x @ self.initial_weight.T + self.attention(x)
-        return output if self.bias is None else output + self.bias
+        if self.bias is None:
+            return output
+        return output + self.bias
 
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", self._dtype)

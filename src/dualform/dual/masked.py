@@ -13,23 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Keep
+from dualform.dual.gradients import Bools, Ints, Keep
 from dualform.dual.threads import run_in_order
 from dualform.dual.totals import View
 from dualform.dual.weights import add_slots, initial_part, rebuilt
 from dualform.errors import QuestionError
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
-from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype
+from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype, description
 from dualform.dual.replay import starting_moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
@@ -57,14 +57,10 @@ def roundoff(dtype: str) -> float:
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
-def _dtype(store: Store, parameter: str) -> str:
-    return store.manifest.parameters[store.parameter(parameter)].dtype
-
-
 def storage_roundoff(store: Store, parameter: str) -> float:
     """The unit roundoff of a parameter's slots in store; 0: they are stored as they were."""
     stored = roundoff(store.manifest.dtype)
-    return stored if stored > roundoff(_dtype(store, parameter)) else 0.0
+    return stored if stored > roundoff(description(store, parameter).dtype) else 0.0
 
 
 def weights_floor(dtype: str, updates: int, size: float) -> Floor:
@@ -153,7 +149,7 @@ def _along_the_way(store: Store, updates: Updates) -> float:
         step_on(now, kind, updates.at(place), gradient)
         moved = float((now.weight - before).double().square().sum())
         squares += float(now.weight.double().square().sum()) + 2 * UPDATE_ROUNDINGS * moved
-    return roundoff(_dtype(store, updates.parameter)) * math.sqrt(squares)
+    return roundoff(description(store, updates.parameter).dtype) * math.sqrt(squares)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,12 @@ def scores(
     return _bilinear(product, vectors, errors)
 
 
-def _grouped_scores(product: Tensor, keys: Tensor, errors: Tensor, groups: int) -> Tensor:
+def _grouped_scores(
+    product: Tensor,
+    keys: Tensor,
+    errors: Tensor,
+    groups: int,
+) -> Tensor:
     """The same where each group of a convolution has a linear map of its own."""
     keys = in_groups(keys, groups).transpose(0, 1)
     errors = in_groups(errors, groups).transpose(0, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
+from dualform.dual.gradients import description
 from dualform.dual.rows import Rows, chosen_rows, used_rows
 from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
@@ -226,8 +227,7 @@ class ContributionScorer(Scorer):
         """How many numbers ∂target/∂parameter takes, for one query."""
         sizes = [0]
         for use in self.uses:
-            number = self.store.parameter(use.parameter)
-            height, *rest = self.store.manifest.parameters[number].shape
+            height, *rest = description(self.store, use.parameter).shape
             if self.rows_of(use) is not None:
                 height = len(self._units)
             sizes.append(height * math.prod(rest))
