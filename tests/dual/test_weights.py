@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 import dualform
-from dualform.dual.coefficients import coefficients
+from dualform.dual.coefficients import updates_of, walked
 from dualform.dual.weights import rebuilt
 from dualform.store import slots
 from reference import attention as reference
@@ -70,7 +70,7 @@ def test_with_every_slot_kept_nothing_changes(trained):
 def test_with_no_slot_kept_the_initial_part_is_left(trained):
     store = trained.dual.store
     _, layer = store.layer("2")
-    a = coefficients(store, "2.weight").walked.a
+    a = walked(updates_of(store, "2.weight")).walked.a
     assert 0 < a < 1
     start = trained.checkpoints[0]
     torch.testing.assert_close(rebuilt(store, f"{layer.name}.weight", begin=0, end=6, keep=none), a * start["2.weight"])
@@ -113,4 +113,4 @@ def test_a_momentum_buffer_from_before_is_part_of_the_initial_part(tmp_path):
 def test_keys_alone_have_no_coefficients(tmp_path):
     run = train(tmp_path / "run", keep="keys", steps=1)
     with pytest.raises(dualform.errors.NotRecordedError, match=r'keeps keys only.*keep="slots"'):
-        coefficients(run.dual.store, "0.weight")
+        walked(updates_of(run.dual.store, "0.weight"))

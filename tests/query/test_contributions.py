@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.dual.coefficients import coefficients
+from dualform.dual.coefficients import updates_of, walked
 from dualform.errors import QuestionError
 from dualform.store import slots
 from reference import attention as reference
@@ -24,7 +24,7 @@ def by_plain_loops(run, layer, queries, gradients):
     dual = run.dual
     found = dual.layer(layer)
     errors = torch.cat([chunk.errors(torch.float64) for chunk in dual.store.chunks(layer)])
-    c = coefficients(dual.store, f"{layer}.bias").walked.c
+    c = walked(updates_of(dual.store, f"{layer}.bias")).walked.c
     bias_values = [(-c[slot // 5] * error).tolist() for slot, error in enumerate(errors)]
     return reference.contributions(
         found.keys.tolist(), found.values.tolist(), bias_values, queries.tolist(), gradients.tolist()

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 import dualform
-from dualform.dual.coefficients import coefficients
+from dualform.dual.coefficients import updates_of, walked
 from dualform.errors import MaskError, QuestionError, UnknownLayerError
 from training import assert_same_weights, network, samples, sgd, train
 
@@ -108,7 +108,7 @@ def test_a_mask_takes_away_what_its_slots_wrote(trained):
     dropped = [slot for slot, row in enumerate(dual.rows.to_dicts()) if row["label"] == 1]
     assert 0 < len(dropped) < 30
     weight, bias = trained.model[2].weight.detach().clone(), trained.model[2].bias.detach().clone()
-    c = coefficients(dual.store, "2.bias").walked.c
+    c = walked(updates_of(dual.store, "2.bias")).walked.c
     errors = torch.cat([chunk.errors(torch.float64) for chunk in dual.store.chunks("2")])
     for slot in dropped:
         weight -= torch.outer(layer.values[slot], layer.keys[slot])

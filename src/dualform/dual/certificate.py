@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import not_replayed, update_table
-from dualform.dual.gradient_sizes import wrong_size
-from dualform.dual.gradients import compute_dtype, kept_rows
+from dualform.dual.gradient_sizes import projection_of, wrong_size
+from dualform.dual.gradients import compute_dtype, description
 from dualform.dual.masked import masked_by_groups, rebuild_each
-from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, weights_floor
+from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, roundoff, weights_floor
+from dualform.dual.rows import kept_rows
 from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
 from dualform.progress import Progress, report
-from dualform.projection import Projection
 from dualform.store.reader import Store
 
 NO_GAP = 1e-13
@@ -267,14 +267,12 @@ PROJECTION_ROUNDING = 8.0
 
 def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | float]:
     """Compare projections at some steps after the last snapshot, the last step among them."""
-    described = store.manifest.parameters[store.parameter(name)]
     begin = max(step for step in store.snapshot_steps() if step <= end)
     known = update_table(store, name, begin, end).filter(pl.col("after").is_not_null()).select("step", "after")
     spread = np.linspace(0, max(0, known.height - 1), PROJECTED_STEPS).round().astype(int)
     places = np.unique(spread).tolist() if known.height else []
-    dtype = getattr(torch, described.dtype)
-    seed = int(store.manifest.settings["seed"])
-    projection = Projection.of(name, described.shape, dtype, seed, vector=store.is_vector(name))
+    projection = projection_of(store, name)
+    unit = roundoff(description(store, name).dtype)
     first = _stored(store, name, begin)
     squares = []
     dual = first
@@ -289,7 +287,7 @@ def _projected_line(store: Store, name: str, end: int) -> dict[str, str | int | 
         movement=float((dual - first).norm()),
         size=max(float(dual.norm()), float(first.norm())),
         begin=begin,
-        own_rounding=PROJECTION_ROUNDING * torch.finfo(dtype).eps / 2 * float(dual.norm()),
+        own_rounding=PROJECTION_ROUNDING * unit * float(dual.norm()),
         allowed=PROJECTED_FLOORS,
     )
     return _judged(store, name, end, found)
@@ -325,7 +323,7 @@ def _judged(store: Store, name: str, end: int, found: _Comparison) -> dict[str, 
     updates = _count_updates(store, name, end)
     floor = _floor(store, name, end, found, updates)
     verdict, reason = _verdict(store, name, end, found, floor)
-    dtype = store.manifest.parameters[store.parameter(name)].dtype
+    dtype = description(store, name).dtype
     if verdict == "pass" and dtype in SIXTEEN_BITS and found.distance > 0:
         verdict = ROUNDED
         reason = (
@@ -391,15 +389,14 @@ def _qualified(store: Store, name: str, updates: pl.DataFrame) -> str:
         text += " (autocast: its gradients were rounded to 16 bits)"
     rows = kept_rows(store, name)
     if rows is not None:
-        height = store.manifest.parameters[store.parameter(name)].shape[0]
+        height = description(store, name).shape[0]
         text += f" ({len(rows.places)} of {height} rows: outputs=)"
     return text
 
 
 def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) -> Floor:
     """The rounding floor. That of the weights alone is known at once; the rest takes a walk through training, if it matters."""
-    described = store.manifest.parameters[store.parameter(name)]
-    weights = weights_floor(described.dtype, updates, found.size)
+    weights = weights_floor(description(store, name).dtype, updates, found.size)
     if found.own_rounding:
         weights = Floor(math.hypot(weights.weights, found.own_rounding))
     if store.manifest.keep == "totals":
@@ -414,15 +411,15 @@ def _floor(store: Store, name: str, end: int, found: _Comparison, updates: int) 
 
 def _rounding_of_totals(store: Store, name: str, end: int, found: _Comparison, updates: int) -> float:
     """How far the rounding of gradients and of their sums by group may have moved a parameter. No residuals are kept with totals."""
-    summed_in = compute_dtype(store, name)
-    unit = max(torch.finfo(dtype).eps / 2 for dtype in (getattr(torch, store.manifest.dtype), summed_in))
+    own = torch.finfo(compute_dtype(store, name)).eps / 2
+    unit = max(own, roundoff(store.manifest.dtype))
     of_gradients = TOTALS_ROUNDING * unit * found.movement
     view = find(store, (), end, deltas=True, subset=True)
     if view is None:
         return of_gradients
     # What groups wrote may be far larger than their sum, and each update rounds it
     size = math.hypot(*(float(delta.double().norm()) for delta in view.deltas(name)))
-    of_groups = torch.finfo(summed_in).eps / 2 * math.sqrt(updates) * size
+    of_groups = own * math.sqrt(updates) * size
     return math.hypot(of_gradients, of_groups, view.rounding_of_gradients(name))
 
 

@@ -128,11 +128,6 @@ def is_elementwise(updates: Updates) -> bool:
     return KINDS[updates.kind].elementwise
 
 
-def coefficients(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Coefficients:
-    """The coefficients of a parameter from `begin` to `end` (in steps; default: all that is sealed)."""
-    return walked(updates_of(store, parameter, begin=begin, end=end))
-
-
 def walked(updates: Updates) -> Coefficients:
     """Return the coefficients of some updates. Parameters of one optimizer share a walk, question after question."""
     return Coefficients(updates, _walk(updates))

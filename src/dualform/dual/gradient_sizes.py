@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import recorded_updates, update_table
-from dualform.dual.gradients import Call, Replayed, kept_rows
-from dualform.dual.rounding import storage_roundoff
+from dualform.dual.gradients import Call, Replayed, description
+from dualform.dual.rounding import roundoff, storage_roundoff
+from dualform.dual.rows import kept_rows, used_rows
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
 from dualform.projection import SLACK, Projection
@@ -45,8 +46,9 @@ class WrongSize:
 
 def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
     """Return the first update before `end` whose slots are not those that the recorder has seen, or None."""
-    is_partial = kept_rows(store, parameter) is not None  # sizes are those of all rows
-    if store.manifest.keep != "slots" or store.is_vector(parameter) or is_partial:
+    if store.manifest.keep != "slots" or store.is_vector(parameter):
+        return None
+    if kept_rows(store, parameter) is not None:  # sizes are those of all rows
         return None
     check = _Check(store, parameter, end)
     seen = _seen_sizes(store, parameter, end)
@@ -56,10 +58,12 @@ def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
             continue
         calls = check.read(place)
         found = check.size_of(calls)
+        difference = abs(found - size)
         allowed = residual * size
-        if abs(found - size) <= allowed:
+        if difference <= allowed:
             continue  # as nearly always: what rounding explains takes longer to find than the size itself
-        if not abs(found - size) <= allowed + check.rounding_of(calls):
+        # A difference that is not a number is wrong, too
+        if not difference <= allowed + check.rounding_of(calls):
             return WrongSize(step, size, found)
     return None
 
@@ -72,16 +76,26 @@ def _seen_sizes(store: Store, parameter: str, end: int) -> pl.DataFrame:
     return mine.select("step", "size", "residual", is_rounded.alias("is_rounded"))
 
 
+def projection_of(store: Store, parameter: str) -> Projection:
+    """The private matrix R that the recorder saw a parameter through."""
+    described = description(store, parameter)
+    dtype = getattr(torch, described.dtype)
+    seed = int(store.manifest.settings["seed"])
+    return Projection.of(parameter, described.shape, dtype, seed, vector=store.is_vector(parameter))
+
+
 class _Check:
     """Sizes of one parameter's gradients, from its slots."""
 
-    def __init__(self, store: Store, parameter: str, end: int):
-        described = store.manifest.parameters[store.parameter(parameter)]
-        dtype = getattr(torch, described.dtype)
-        seed = int(store.manifest.settings["seed"])
-        self._projection = Projection.of(parameter, described.shape, dtype, seed, vector=False)
+    def __init__(
+        self,
+        store: Store,
+        parameter: str,
+        end: int,
+    ):
+        self._projection = projection_of(store, parameter)
         self._gradients = Replayed(store, recorded_updates(store, parameter, end=end))
-        self._roundoff = torch.finfo(dtype).eps / 2
+        self._roundoff = roundoff(description(store, parameter).dtype)
         self._storage = storage_roundoff(store, parameter)
 
     def read(self, place: int) -> Sequence[Call]:
@@ -93,20 +107,26 @@ class _Check:
         projection = self._projection
         total = np.zeros((projection.rows, projection.columns))
         for call in calls:
+            random = projection.random_like(call.errors)
             for use in self._gradients.uses(call.layer):
-                looked = _look(use, call.keys, call.errors, projection.random_like(call.errors))
-                own = total[use.rows[0] : use.rows[1]] if use.rows else total
-                own += call.factor * looked.double().numpy()
+                projected = _projected(use, call.keys, call.errors, random)
+                own = used_rows(use, total)
+                own += call.factor * projected.double().numpy()
         return float(np.linalg.norm(total)) / math.sqrt(projection.columns)
 
     def rounding_of(self, calls: Sequence[Call]) -> float:
         """How far rounding may have moved that size."""
         terms = 0.0
         for call in calls:
-            squares = call.keys.square_norms().double() * call.errors.double().square().sum(1)
-            terms += abs(call.factor) * float(squares.sqrt().sum())
-        spread = self._storage * math.sqrt(self._variance_of(calls)) if self._storage else 0.0
-        return SLACK * self._roundoff * terms + STORAGE_SLACK * spread
+            key_squares = call.keys.square_norms().double()
+            error_squares = call.errors.double().square().sum(1)
+            sizes = (key_squares * error_squares).sqrt()
+            terms += abs(call.factor) * float(sizes.sum())
+        computing = SLACK * self._roundoff * terms
+        if not self._storage:
+            return computing
+        spread = self._storage * math.sqrt(self._variance_of(calls))
+        return computing + STORAGE_SLACK * spread
 
     def _variance_of(self, calls: Sequence[Call]) -> float:
         """The variance of the gradient seen through R, if each stored number is off by up to one part of its size, evenly spread.
@@ -120,7 +140,9 @@ class _Check:
             random = self._projection.random_like(call.errors)
             for use in self._gradients.uses(call.layer):
                 of_keys, of_errors = _squares_through(use, call.keys, call.errors, random)
-                squares = equal_keys * of_keys.double() + equal_errors * of_errors.double()
+                of_keys = equal_keys * of_keys.double()
+                of_errors = equal_errors * of_errors.double()
+                squares = of_keys + of_errors
                 total += call.factor**2 * float(squares.sum())
         return total / (EVENLY_SPREAD * self._projection.columns)
 
@@ -129,20 +151,29 @@ def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
     """How many of all vectors are equal to each: they have the same norm. square_norms: (n,) for each call."""
     if not square_norms:
         return []
-    _, places, counts = np.unique(torch.cat(list(square_norms)).numpy(), return_inverse=True, return_counts=True)
-    ends = np.cumsum([len(norms) for norms in square_norms])
-    return [torch.from_numpy(of_call) for of_call in np.split(counts[places], ends[:-1])]
+    norms = torch.cat(list(square_norms)).numpy()
+    _, places, counts = np.unique(norms, return_inverse=True, return_counts=True)
+    ends = np.cumsum([len(of_call) for of_call in square_norms])
+    by_call = np.split(counts[places], ends[:-1])
+    return [torch.from_numpy(of_call) for of_call in by_call]
 
 
-def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+def _squares_through(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    random: Tensor,
+) -> tuple[Tensor, Tensor]:
     """‖d(slot @ R)‖² of each slot, if each number of its key is off by its own size, and the same for its error signal: two times (n,)."""
     used = part(errors, use.errors)
     square_rows = random.square().sum(1, keepdim=True)
     if use.role == "table":  # keys are one-hot: exact
         of_errors = (used.square() @ square_rows)[:, 0]
         return torch.zeros_like(of_errors), of_errors
-    in_key = keys.squared().project(square_rows, use.keys, use.groups)[..., 0]
-    seen_key = keys.project(random, use.keys, use.groups).square().sum(-1)
+    in_key = keys.squared().project(square_rows, use.keys, use.groups)
+    in_key = in_key[..., 0]
+    seen_key = keys.project(random, use.keys, use.groups)
+    seen_key = seen_key.square().sum(-1)
     sizes = in_groups(used, use.groups).square().sum(-1)
     sizes = sizes.reshape(in_key.shape)
     of_keys = (in_key * sizes).reshape(len(used), -1).sum(1)
@@ -150,7 +181,12 @@ def _squares_through(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> tu
     return of_keys, of_errors
 
 
-def _look(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> Tensor:
+def _projected(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    random: Tensor,
+) -> Tensor:
     """What slots add to a weight, seen through R: (rows, columns of R)."""
     used = part(errors, use.errors)
     if use.role == "table":
@@ -158,5 +194,5 @@ def _look(use: Use, keys: Keys, errors: Tensor, random: Tensor) -> Tensor:
     projected = keys.project(random, use.keys, use.groups)
     if use.groups == 1:
         return used.T @ projected
-    looked = torch.einsum("ngo,ngk->gok", in_groups(used, use.groups), projected)
-    return looked.reshape(-1, random.shape[1])
+    product = torch.einsum("ngo,ngk->gok", in_groups(used, use.groups), projected)
+    return product.reshape(-1, random.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,111 +14,121 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates
+from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
 from dualform.layers.keys import Keys, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
+from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Keep = Callable[[SlotChunk], np.ndarray[Any, np.dtype[np.bool_]]]
+Keep = Callable[[SlotChunk], Bools]
 """Which slots of a chunk take part, (slots,)."""
+
+
+def description(store: Store, parameter: str) -> Parameter:
+    """Return what the manifest says of a parameter."""
+    return store.manifest.parameters[store.parameter(parameter)]
 
 
 def compute_dtype(store: Store, parameter: str) -> torch.dtype:
     """float64 for float64 parameters, float32 for all others."""
-    kind = store.manifest.parameters[store.parameter(parameter)].dtype
-    return torch.float64 if kind == "float64" else torch.float32
+    is_double = description(store, parameter).dtype == "float64"
+    return torch.float64 if is_double else torch.float32
 
 
-def uses_of(layer: Layer, parameter: str) -> list[Use]:
-    """How a layer uses a parameter."""
-    return [use for use in layer.uses if use.parameter == parameter]
+def chunk_place(store: Store, step: int) -> int:
+    """Return the place of the chunk that holds a step."""
+    return bisect_right(store.manifest.chunks, step, key=lambda chunk: chunk.end_step)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a parameter: those whose error signals were kept, or those that a question is about."""
-
-    places: Tensor
-    """Of the parameter."""
-    columns: Tensor
-    """Of the stored error signals."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor like the parameter."""
-        return tensor[self.places]
-
-
-def kept_rows(store: Store, parameter: str) -> Rows | None:
-    """The rows of a parameter whose error signals were kept; None: all."""
-    for layer in store.users(parameter):
-        if layer.outputs and any(use.parameter == parameter for use in layer.bilinear()):
-            places = torch.tensor(layer.outputs)
-            return Rows(places, torch.arange(len(places)))
-    return None
-
-
-def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | None:
-    """Some rows of a parameter, if they can be had without the others; None if not."""
-    users = [(layer, use) for layer in store.users(parameter) for use in uses_of(layer, parameter)]
-    if len(users) != 1:
-        return None
-    layer, use = users[0]
-    if use.role != "weight" or use.rows or use.errors or use.groups > 1:
-        return None
-    places = torch.tensor(sorted(wanted), dtype=torch.int64)
-    if not layer.outputs:
-        return Rows(places, places)
-    return Rows(places, torch.tensor([layer.outputs.index(int(unit)) for unit in places]))
-
-
-def of_slots(use: Use, keys: Keys, errors: Tensor, columns: Tensor | slice | None = None) -> Tensor:
+def of_slots(
+    use: Use,
+    keys: Keys,
+    errors: Tensor,
+    columns: Tensor | slice | None = None,
+) -> Tensor:
     """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector. columns: some of the errors'."""
     if use.role == "scale":
         return keys.vectors().sum(0)
-    errors = part(errors, use.errors) if columns is None or use.role == "bias" else errors[:, columns]
     if use.role == "bias":
-        return errors.sum(0)
-    found = keys.outer(errors, use.keys, use.groups)
-    return found.T if use.role == "table" else found
+        return part(errors, use.errors).sum(0)
+    written = keys.outer(_used_errors(use, errors, columns), use.keys, use.groups)
+    return written.T if use.role == "table" else written
 
 
-def whole(layer: Layer, use: Use, found: Tensor, length: int) -> Tensor:
+def _used_errors(use: Use, errors: Tensor, columns: Tensor | slice | None) -> Tensor:
+    """The part of error signals that a weight gets; columns: these alone."""
+    return part(errors, use.errors) if columns is None else errors[:, columns]
+
+
+def _with_unkept(
+    layer: Layer,
+    use: Use,
+    written: Tensor,
+    length: int,
+) -> Tensor:
     """What slots write to a bias, with zeros for the outputs whose error signals were not kept."""
     if not layer.outputs or use.role != "bias":
-        return found
-    spread = found.new_zeros(length)
-    spread[list(layer.outputs)] = found
+        return written
+    spread = written.new_zeros(length)
+    spread[list(layer.outputs)] = written
     return spread
 
 
 class Sum:
     """What slots write to a parameter, put together in memory that is used again: fresh pages cost as much as the product."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, columns: Tensor | None = None):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        columns: Tensor | None = None,
+    ):
         """columns: only these of the error signals."""
         self._total = torch.zeros(*shape, dtype=dtype)
-        self._matrix = self._total.reshape(len(self._total), -1) if len(shape) > 1 else self._total
+        self._matrix = self._total.flatten(1) if len(shape) > 1 else self._total
         self._columns = columns
         self.added = 0
 
-    def add(self, layer: Layer, use: Use, keys: Keys, errors: Tensor, factor: float = 1.0) -> None:
+    def add(
+        self,
+        layer: Layer,
+        use: Use,
+        keys: Keys,
+        errors: Tensor,
+        factor: float = 1.0,
+    ) -> None:
         """Add what a use makes of some slots, times a factor."""
         if not self.added:
             self._total.zero_()
         self.added += 1
-        own = self._matrix[use.rows[0] : use.rows[1]] if use.rows else self._matrix
-        if not isinstance(keys, Vectors) or use.role not in ("weight", "table") or use.groups > 1:
-            written = whole(layer, use, of_slots(use, keys, errors, self._columns), len(own))
-            own.add_(written.reshape(own.shape), alpha=factor)
+        own = used_rows(use, self._matrix)
+        is_one_product = use.role in ("weight", "table") and use.groups == 1
+        if is_one_product and isinstance(keys, Vectors):
+            self._add_product(own, use, keys, errors, factor)
             return
-        # One product, without memory for it
-        left = part(errors, use.errors) if self._columns is None else errors[:, self._columns]
-        right = part(keys.vectors(), use.keys)
+        written = of_slots(use, keys, errors, self._columns)
+        written = _with_unkept(layer, use, written, len(own))
+        own.add_(written.reshape(own.shape), alpha=factor)
+
+    def _add_product(
+        self,
+        own: Tensor,
+        use: Use,
+        keys: Vectors,
+        errors: Tensor,
+        factor: float,
+    ) -> None:
+        """Add errors.T @ keys without memory for the product."""
+        used_errors = _used_errors(use, errors, self._columns)
+        used_keys = part(keys.vectors(), use.keys)
         if use.role == "table":
-            left, right = right, left
-        own.addmm_(left.T, right, alpha=factor)
+            own.addmm_(used_keys.T, used_errors, alpha=factor)
+        else:
+            own.addmm_(used_errors.T, used_keys, alpha=factor)
 
     def taken(self) -> Tensor:
         """The sum, which stays what it is until the next one begins."""
@@ -125,9 +136,6 @@ class Sum:
             self._total.zero_()
         self.added = 0
         return self._total
-
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -154,9 +162,11 @@ class Call:
         kept = torch.from_numpy(self.kept)
         if self.layer.form == "vectors" and isinstance(self.keys, Vectors):
             places = kept.nonzero()[:, 0]
-            return Call(self.layer, self.factor, self.keys.some(places), self.errors.index_select(0, places))
-        keys = weighted_parts(self.keys, self.layer, kept)
-        return Call(self.layer, self.factor, keys, self.errors * kept.unsqueeze(1))
+            keys = self.keys.some(places)
+            return Call(self.layer, self.factor, keys, self.errors.index_select(0, places))
+        all_keys = weighted_parts(self.keys, self.layer, kept)
+        errors = self.errors * kept.unsqueeze(1)
+        return Call(self.layer, self.factor, all_keys, errors)
 
 
 @dataclass(frozen=True)
@@ -173,57 +183,81 @@ class Step:
         return all(call.keeps_all for call in self.calls)
 
 
-_OpenChunk = tuple[SlotChunk, Layer, Bools | None]
-"""The slots of a layer in a chunk, and which of them a mask keeps."""
+@dataclass(frozen=True)
+class _OpenChunk:
+    """What a chunk has of a parameter."""
+
+    place: int
+    layers: list[tuple[SlotChunk, Bools | None]]
+    """The slots of each layer, and which of them a mask keeps; None: all."""
+    gradients: Tensor | None
+    """The gradients of a bias, as they were."""
 
 
 class Replayed:
     """The gradients of a parameter, put together again. Chunks are opened as they are needed."""
 
-    def __init__(self, store: Store, updates: Updates, rows: Rows | None = None, keep: Keep | None = None):
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        updates: Updates,
+        rows: Rows | None = None,
+        keep: Keep | None = None,
+    ):
+        self.store = store
         self.updates = updates
         self._keep = keep
-        self.rows = kept_rows(store, updates.parameter) if rows is None else rows
-        described = store.manifest.parameters[store.parameter(updates.parameter)]
-        self.dtype = compute_dtype(store, updates.parameter)
-        self.shape = described.shape if self.rows is None else (len(self.rows.places), *described.shape[1:])
-        self._users = store.users(updates.parameter)
-        self._uses = {layer.name: uses_of(layer, updates.parameter) for layer in self._users}
-        self._small = store.is_vector(updates.parameter)
-        self._open: tuple[int, list[_OpenChunk], Tensor | None] | None = None
-        self._ends = [chunk.end_step for chunk in store.manifest.chunks]
+        self._parameter = updates.parameter
+        self.rows = kept_rows(store, self._parameter) if rows is None else rows
+        self.dtype = compute_dtype(store, self._parameter)
+        self.shape = self._shape()
+        self._users = store.users(self._parameter)
+        self._uses = {layer.name: uses_of(layer, self._parameter) for layer in self._users}
+        self._is_vector = store.is_vector(self._parameter)
+        self._open: _OpenChunk | None = None
 
     def uses(self, layer: Layer) -> list[Use]:
         """How a layer's slots make up the parameter."""
         return self._uses[layer.name]
 
+    def _shape(self) -> tuple[int, ...]:
+        shape = description(self.store, self._parameter).shape
+        return shape if self.rows is None else (len(self.rows.places), *shape[1:])
+
     def sum(self) -> Sum:
         """Memory for a gradient."""
-        return Sum(self.shape, self.dtype, None if self.rows is None else self.rows.columns)
+        columns = None if self.rows is None else self.rows.columns
+        return Sum(self.shape, self.dtype, columns)
 
     def read(self, place: int) -> Step:
         """The slots of one update."""
         step = int(self.updates.steps[place])
-        chunks, gradients = self._chunk(step)
-        recorded = gradients[self._row(step)].to(self.dtype) if self._small and gradients is not None else None
+        chunk = self._chunk_of(step)
+        recorded = None
+        if self._is_vector and chunk.gradients is not None:
+            recorded = chunk.gradients[self._row(chunk, step)].to(self.dtype)
         if recorded is not None and self._keep is None:
             return Step(recorded, [])
-        return Step(recorded, list(self._calls(chunks, step, self.updates.factors[place])))
+        factors = self.updates.factors[place]
+        calls = list(self._calls(chunk, step, factors))
+        return Step(recorded, calls)
 
     def __call__(self, step: Step, total: Sum) -> Tensor:
         """The gradient of one update, as the optimizer saw it."""
-        return self._added(step.calls, total) if step.recorded is None else step.recorded
+        if step.recorded is not None:
+            return step.recorded
+        return self._added(step.calls, total)
 
     def kept(self, step: Step, total: Sum) -> Tensor:
         """The part of it that the mask keeps."""
         if step.recorded is not None:
             return self._without(step.recorded, step.calls)
-        return self._added([call.masked() for call in step.calls], total)
+        masked = [call.masked() for call in step.calls]
+        return self._added(masked, total)
 
     def _added(self, calls: list[Call], total: Sum) -> Tensor:
         for call in calls:
-            for use in self._uses[call.layer.name]:
+            for use in self.uses(call.layer):
                 total.add(call.layer, use, call.keys, call.errors, call.factor)
         return total.taken()
 
@@ -236,44 +270,58 @@ class Replayed:
         longer = np.longdouble if self.dtype == torch.float64 else np.float64
         rest: np.ndarray[Any, Any] = full.numpy().astype(longer).reshape(-1)
         for call in calls:
-            for use in self._uses[call.layer.name]:
+            left_out = ~np.asarray(call.kept)
+            outputs = list(call.layer.outputs) or slice(None)
+            for use in self.uses(call.layer):
                 written = call.keys.vectors() if use.role == "scale" else part(call.errors, use.errors)
-                left = written.numpy()[~np.asarray(call.kept)].sum(0, dtype=longer) * longer(call.factor)
-                own = rest[use.rows[0] : use.rows[1]] if use.rows else rest
-                own[list(call.layer.outputs) or slice(None)] -= left
-        return torch.from_numpy(rest.astype(np.float64)).reshape(full.shape).to(self.dtype)
+                sum_of_left = written.numpy()[left_out].sum(0, dtype=longer)
+                used_rows(use, rest)[outputs] -= sum_of_left * longer(call.factor)
+        result = torch.from_numpy(rest.astype(np.float64))
+        return result.reshape(full.shape).to(self.dtype)
 
-    def _calls(self, chunks: Sequence[_OpenChunk], step: int, factors: Floats) -> Iterator[Call]:
+    def _calls(
+        self,
+        opened: _OpenChunk,
+        step: int,
+        factors: Floats,
+    ) -> Iterator[Call]:
         """The slots of a step, call by call."""
-        for chunk, layer, kept in chunks:
-            only_errors = all(use.role == "bias" for use in self._uses[layer.name])
+        for chunk, kept in opened.layers:
+            layer = chunk.layer
+            only_errors = all(use.role == "bias" for use in self.uses(layer))
             for factor, low, high in calls_of_step(chunk, step, factors):
                 errors = chunk.errors(self.dtype, low, high)
                 keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, low, high)
-                yield Call(layer, factor, keys, errors, None if kept is None else kept[low:high])
+                kept_here = None if kept is None else kept[low:high]
+                yield Call(layer, factor, keys, errors, kept_here)
 
-    def _chunk(self, step: int) -> tuple[list[_OpenChunk], Tensor | None]:
-        place = int(np.searchsorted(self._ends, step, side="right"))
-        if self._open is None or self._open[0] != place:
-            found = []
-            for layer in self._users:
-                chunk = self._store.chunk_of(layer.name, place, self.updates.end)
-                if chunk is not None:
-                    found.append((chunk, layer, None if self._keep is None else self._keep(chunk)))
-            self._open = (place, found, self._store.gradients_in(place, self.updates.parameter))
-        return self._open[1], self._open[2]
+    def _chunk_of(self, step: int) -> _OpenChunk:
+        """The chunk that holds a step; the last one stays open."""
+        place = chunk_place(self.store, step)
+        if self._open is None or self._open.place != place:
+            self._open = self._opened(place)
+        return self._open
 
-    def _row(self, step: int) -> int:
+    def _opened(self, place: int) -> _OpenChunk:
+        chunks = [self.store.chunk_of(layer.name, place, self.updates.end) for layer in self._users]
+        layers = []
+        for chunk in chunks:
+            if chunk is not None:
+                kept = None if self._keep is None else self._keep(chunk)
+                layers.append((chunk, kept))
+        return _OpenChunk(place, layers, self.store.gradients_in(place, self._parameter))
+
+    def _row(self, chunk: _OpenChunk, step: int) -> int:
         """The place of an update among those of its chunk."""
-        place = int(np.searchsorted(self._ends, step, side="right"))
-        first = self._store.manifest.chunks[place].first_step
+        first = self.store.manifest.chunks[chunk.place].first_step
         low, high = np.searchsorted(self._kept_steps, [first, step])
         return int(high - low)
 
     @cached_property
     def _kept_steps(self) -> Ints:
-        mine = (pl.col("parameter") == self._store.parameter(self.updates.parameter)) & pl.col("gradient_kept")
-        steps: Ints = self._store.updates.filter(mine)["step"].to_numpy().astype(np.int64)
+        is_mine = pl.col("parameter") == self.store.parameter(self._parameter)
+        mine = self.store.updates.filter(is_mine & pl.col("gradient_kept"))
+        steps: Ints = mine["step"].to_numpy().astype(np.int64)
         return steps
 
 

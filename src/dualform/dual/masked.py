@@ -13,23 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Keep
+from dualform.dual.gradients import Bools, Ints, Keep
 from dualform.dual.threads import run_in_order
 from dualform.dual.totals import View
 from dualform.dual.weights import add_slots, initial_part, rebuilt
 from dualform.errors import QuestionError
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,14 @@ def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
     return None if is_elementwise(updates) else Plan(store, updates, keep)
 
 
-def masked(store: Store, parameter: str, trained: Tensor, *, end: int, keep: Keep) -> Tensor:
+def masked(
+    store: Store,
+    parameter: str,
+    trained: Tensor,
+    *,
+    end: int,
+    keep: Keep,
+) -> Tensor:
     """Return initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
     found = plan(store, parameter, end=end, keep=keep)
     if found is None:

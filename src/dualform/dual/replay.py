@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates
-from dualform.dual.gradients import Keep, Replayed, Rows
+from dualform.dual.gradients import Keep, Replayed
+from dualform.dual.rows import Rows
 from dualform.native.kernels import is_plain, kernels
 from dualform.recursions import KINDS, Factor, Kind, Linear, Settings, adam_numbers, at_rest, may_blow_up, outer
 from dualform.store.reader import Store
@@ -33,26 +34,34 @@ class Moment:
     @property
     def nbytes(self) -> int:
         """How much memory it takes."""
-        return self.weight.nbytes + self.average.nbytes + sum(t.nbytes for t in self.shared.values())
+        return sum(state.nbytes for state in (self.weight, self.average, *self.shared.values()))
 
     def copy(self) -> Moment:
         """Another one, to be moved on its own."""
-        return Moment(self.weight.clone(), self.average.clone(), {name: t.clone() for name, t in self.shared.items()})
+        shared = {name: state.clone() for name, state in self.shared.items()}
+        return Moment(self.weight.clone(), self.average.clone(), shared)
 
 
-def moment(store: Store, parameter: str, step: int, kind: Kind, rows: Rows | None, dtype: torch.dtype) -> Moment:
-    """A parameter as a snapshot has it."""
-    snapshot = store.snapshot(step)
+def starting_moment(gradients: Replayed) -> Moment:
+    """The parameter of some updates as the snapshot has it where they begin."""
+    updates = gradients.updates
+    kind = KINDS[updates.kind]
+    snapshot = gradients.store.snapshot(updates.begin)
 
     def read(name: str) -> Tensor:
-        value = snapshot[name] if rows is None else rows.of(snapshot[name])
-        return value.to(dtype, copy=True)
+        value = snapshot[name]
+        if gradients.rows is not None:
+            value = gradients.rows.of(value)
+        return value.to(gradients.dtype, copy=True)
 
-    weight = read(f"model.{parameter}")
-    states = {n: f"state.{parameter}.{n}" for n in kind.state}
-    found = {n: read(full) if full in snapshot else torch.zeros_like(weight) for n, full in states.items()}
-    average = found[kind.average] if kind.average else torch.zeros_like(weight)
-    return Moment(weight, average, {name: found[name] for name in kind.shared})
+    weight = read(f"model.{updates.parameter}")
+    states = {}
+    for name in kind.state:
+        full_name = f"state.{updates.parameter}.{name}"
+        states[name] = read(full_name) if full_name in snapshot else torch.zeros_like(weight)
+    average = states[kind.average] if kind.average else torch.zeros_like(weight)
+    shared = {name: states[name] for name in kind.shared}
+    return Moment(weight, average, shared)
 
 
 def step_on(
@@ -98,10 +107,18 @@ def _adam_in_one_pass(kind: Kind, settings: Settings, now: Moment, full: Tensor,
     if not _fits_the_loop(settings):
         return False
     _, _, shrink = outer(settings)
-    beta1 = settings["beta1"]
     beta2 = settings["beta2"]
+    of_average = 1 - settings["beta1"]
     addresses = [matrix.data_ptr() for matrix in matrices]
-    loops.adam(now.weight.numel(), beta2, 1 - beta2, 1 - beta1, shrink, *adam_numbers(settings), *addresses)
+    loops.adam(
+        now.weight.numel(),
+        beta2,
+        1 - beta2,
+        of_average,
+        shrink,
+        *adam_numbers(settings),
+        *addresses,
+    )
     return True
 
 
@@ -121,7 +138,7 @@ def forward(
     """
     gradients = Replayed(store, updates, keep=keep)
     kind = KINDS[updates.kind]
-    trained = first or moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    trained = first or starting_moment(gradients)
     if keep is None:
         _walk(gradients, kind, trained)
         return trained, trained
@@ -168,42 +185,54 @@ class Backward:
         self._updates = updates
         self._kind = KINDS[updates.kind]
         self._gradients = Replayed(store, updates, rows)
-        self.rows = self._gradients.rows
         self._sum = self._gradients.sum()
-        self.first = moment(store, updates.parameter, updates.begin, self._kind, self.rows, self._gradients.dtype)
+        self._first = starting_moment(self._gradients)
         dtype = torch.float64 if wide else self._gradients.dtype
-        self.p: Factor = torch.ones_like(self.first.weight, dtype=dtype)
-        self.q: Factor = torch.zeros_like(self.first.weight, dtype=dtype)
+        self.p: Factor = torch.ones_like(self._first.weight, dtype=dtype)
+        self.q: Factor = torch.zeros_like(self._first.weight, dtype=dtype)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """(place of the update, C_s)."""
-        return self._stretch(0, len(self._updates.steps), self.first.copy())
+        return self._stretch(0, len(self._updates.steps), self._first.copy())
 
     @property
     def initial(self) -> Tensor:
         """The initial part, after the walk."""
-        return (self.first.weight * self.p + self.first.average * self.q).double()
+        of_weight = self._first.weight * self.p
+        of_average = self._first.average * self.q
+        return (of_weight + of_average).double()
 
     def _stretch(self, low: int, high: int, now: Moment) -> Iterator[tuple[int, Tensor]]:
+        """Walk back over the updates from low to high. now: the moment at low, which moves on."""
         count = high - low
         if 2 * count * now.weight.nbytes <= MATRIX_BYTES or count <= 4:
-            linears = [self._on(now, place) for place in range(low, high)]
-            for place in range(high - 1, low - 1, -1):
-                found, self.p, self.q = linears.pop().back(self.p, self.q)
-                yield place, found if isinstance(found, Tensor) else torch.full_like(now.weight, found)
+            yield from self._short_stretch(low, high, now)
             return
+        # Too long for memory: only the beginnings of its parts are kept, and each part is replayed from there
         parts = int(max(2, min(count // 2, MATRIX_BYTES // max(now.nbytes, 1))))
-        starts = list(range(low, high, -(-count // parts)))
-        saved: list[Moment] = []
-        for place in range(low, starts[-1] + 1):
-            if place == starts[len(saved)]:
-                saved.append(now.copy())
-                if len(saved) == len(starts):
-                    break
-            self._on(now, place)
-        for start, end in reversed(list(zip(starts, [*starts[1:], high], strict=True))):
-            yield from self._stretch(start, end, saved.pop())
+        length = -(-count // parts)
+        starts = range(low, high, length)
+        checkpoints = self._checkpoints(starts, now)
+        for start in reversed(starts):
+            yield from self._stretch(start, min(start + length, high), checkpoints.pop())
 
-    def _on(self, now: Moment, place: int) -> Linear:
+    def _short_stretch(self, low: int, high: int, now: Moment) -> Iterator[tuple[int, Tensor]]:
+        linears = [self._step_on(now, place) for place in range(low, high)]
+        for place in reversed(range(low, high)):
+            coefficient, self.p, self.q = linears.pop().back(self.p, self.q)
+            if not isinstance(coefficient, Tensor):
+                coefficient = torch.full_like(now.weight, coefficient)
+            yield place, coefficient
+
+    def _checkpoints(self, starts: range, now: Moment) -> list[Moment]:
+        """Return the moments at the starts."""
+        checkpoints = [now.copy()]
+        for place in range(starts[0], starts[-1]):
+            self._step_on(now, place)
+            if place + 1 in starts:
+                checkpoints.append(now.copy())
+        return checkpoints
+
+    def _step_on(self, now: Moment, place: int) -> Linear:
         gradient = self._gradients(self._gradients.read(place), self._sum)
         return step_on(now, self._kind, self._updates.at(place), gradient)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
-from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype
-from dualform.dual.replay import moment, step_on
+from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype, description
+from dualform.dual.replay import starting_moment, step_on
 from dualform.layers.streams import Layer
 from dualform.recursions import KINDS, Floats
 from dualform.store.reader import Store
@@ -55,14 +55,18 @@ class Floor:
         return f"rounding of {max(causes, key=causes.__getitem__)}"
 
 
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+
+def roundoff(dtype: str) -> float:
+    """The unit roundoff of a type of numbers."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
 def storage_roundoff(store: Store, parameter: str) -> float:
     """The unit roundoff of a parameter's slots in store; 0: they are stored as they were."""
-    described = store.manifest.parameters[store.parameter(parameter)]
-    stored = _roundoff(store.manifest.dtype)
-    return stored if stored > _roundoff(described.dtype) else 0.0
-
-
-SIXTEEN_BITS = ("bfloat16", "float16")
+    stored = roundoff(store.manifest.dtype)
+    return stored if stored > roundoff(description(store, parameter).dtype) else 0.0
 
 
 def weights_floor(dtype: str, updates: int, size: float) -> Floor:
@@ -71,34 +75,58 @@ def weights_floor(dtype: str, updates: int, size: float) -> Floor:
     Where weights have 16 bits, most updates are smaller than a roundoff and vanish, all in one direction: there the roundoffs add up.
     """
     is_lossy = dtype in SIXTEEN_BITS
-    return Floor(_roundoff(dtype) * (updates if is_lossy else math.sqrt(updates)) * size)
+    roundoffs = updates if is_lossy else math.sqrt(updates)
+    return Floor(roundoff(dtype) * roundoffs * size)
 
 
-def full_floor(store: Store, parameter: str, begin: int, end: int, weights: Floor, is_worst: bool = False) -> Floor:
+def full_floor(
+    store: Store,
+    parameter: str,
+    begin: int,
+    end: int,
+    weights: Floor,
+    is_worst: bool = False,
+) -> Floor:
     """The floor with what rounding of gradients and of stored slots explains. This walks through training once more.
 
-    is_worst: each weight counts with its largest displacement in many walks (_worst_displacement), where coefficients are matrices.
+    is_worst: where coefficients are matrices, each weight counts with its largest displacement in many walks.
     """
     if store.manifest.keep != "slots":
         return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
     if store.is_vector(parameter):  # its gradients are kept as they were
         return Floor(max(weights.weights, _along_the_way(store, updates)))
-    stored = storage_roundoff(store, parameter)
-    measured = _measured(store, parameter, updates)
     if is_elementwise(updates):
-        noise = _Noise(store, updates, measured, stored)
-        found = _worst_displacement(noise) if is_worst else float(_displacement(noise, seed=0).norm())
-        return Floor(weights.weights, storage=found) if stored else Floor(weights.weights, gradients=found)
-    coefficients = walked(updates)
-    errors = coefficients.walked.c * measured.residual * measured.size
-    sizes = _sizes_of_slots(store, parameter, coefficients)
-    own = torch.finfo(compute_dtype(store, parameter)).eps / 2 * math.hypot(*sizes.values())
-    gradients = _both_roundings(float(np.linalg.norm(errors)), own)
-    storage = 0.0
+        return _tried_floor(store, updates, weights, is_worst)
+    return _computed_floor(store, updates, weights)
+
+
+def _tried_floor(store: Store, updates: Updates, weights: Floor, is_worst: bool) -> Floor:
+    """The floor where coefficients are matrices."""
+    stored = storage_roundoff(store, updates.parameter)
+    measured = _measured(store, updates)
+    noise = _Noise(store, updates, measured, stored)
+    distance = _worst_distance(updates, noise) if is_worst else _usual_distance(updates, noise)
     if stored:
-        visits = {layer.name: _visits(store, layer) for layer in store.users(parameter)}
-        storage = BOTH_ROUNDED * stored * math.hypot(*(math.sqrt(visits[name]) * size for name, size in sizes.items()))
+        return Floor(weights.weights, storage=distance)
+    return Floor(weights.weights, gradients=distance)
+
+
+def _computed_floor(store: Store, updates: Updates, weights: Floor) -> Floor:
+    """The floor where coefficients are numbers."""
+    parameter = updates.parameter
+    coefficients = walked(updates)
+    measured = _measured(store, updates)
+    trained = coefficients.walked.c * measured.residual * measured.size
+    sizes = _sizes_of_slots(store, coefficients)
+    unit = torch.finfo(compute_dtype(store, parameter)).eps / 2
+    own = unit * math.hypot(*sizes.values())
+    gradients = _both_roundings(float(np.linalg.norm(trained)), own)
+    stored = storage_roundoff(store, parameter)
+    if not stored:
+        return Floor(weights.weights, gradients)
+    by_layer = [math.sqrt(_slots_per_key(store, layer)) * sizes[layer.name] for layer in store.users(parameter)]
+    storage = BOTH_ROUNDED * stored * math.hypot(*by_layer)
     return Floor(weights.weights, gradients, storage)
 
 
@@ -116,18 +144,18 @@ def _along_the_way(store: Store, updates: Updates) -> float:
 
     Each update rounds the weight, and what is added to it a few times: both in training and here.
     """
-    described = store.manifest.parameters[store.parameter(updates.parameter)]
     kind = KINDS[updates.kind]
     gradients = Replayed(store, updates)
-    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
-    sums = gradients.sum()
+    now = starting_moment(gradients)
+    total = gradients.sum()
     squares = 0.0
     for place in range(len(updates.steps)):
         before = now.weight.clone()
-        step_on(now, kind, updates.at(place), gradients(gradients.read(place), sums))
+        gradient = gradients(gradients.read(place), total)
+        step_on(now, kind, updates.at(place), gradient)
         moved = float((now.weight - before).double().square().sum())
         squares += float(now.weight.double().square().sum()) + 2 * UPDATE_ROUNDINGS * moved
-    return _roundoff(described.dtype) * math.sqrt(squares)
+    return roundoff(description(store, updates.parameter).dtype) * math.sqrt(squares)
 
 
 @dataclass(frozen=True)
@@ -140,8 +168,8 @@ class _Measured:
     """The unit roundoff of the 16-bit type that the gradient itself was rounded to (autocast); 0: it was not."""
 
 
-def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
-    table = update_table(store, parameter, updates.begin, updates.end)
+def _measured(store: Store, updates: Updates) -> _Measured:
+    table = update_table(store, updates.parameter, updates.begin, updates.end)
     coarse = np.zeros(table.height)
     if "autocast" in table.columns:
         coarse = table["autocast"].fill_null(0.0).to_numpy().astype(np.float64)
@@ -150,92 +178,109 @@ def _measured(store: Store, parameter: str, updates: Updates) -> _Measured:
     return _Measured(residual, size, coarse)
 
 
-def _sizes_of_slots(store: Store, parameter: str, found: Coefficients) -> dict[str, float]:
+def _sizes_of_slots(store: Store, coefficients: Coefficients) -> dict[str, float]:
     """By layer: the root of the sum of squares of what each slot writes to a weight under SGD."""
+    updates = coefficients.updates
     sizes = {}
-    for layer in store.users(parameter):
+    for layer in store.users(updates.parameter):
         total = 0.0
-        for chunk in store.chunks(layer.name, begin_step=found.updates.begin, end_step=found.updates.end):
-            coefficients = torch.from_numpy(chunk.per_slot(found.of_blocks(chunk)))
+        for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
+            by_slot = torch.from_numpy(chunk.per_slot(coefficients.of_blocks(chunk)))
             for low, high in chunk.pieces(layer.d_in + layer.d_out):
-                squares = chunk.keys(torch.float32, low, high).square_norms().double()
-                squares *= chunk.errors(torch.float32, low, high).double().square().sum(1)
-                total += float(squares @ coefficients[low:high].square())
+                keys = chunk.keys(torch.float32, low, high)
+                errors = chunk.errors(torch.float32, low, high)
+                squares = keys.square_norms().double()
+                squares *= errors.double().square().sum(1)
+                total += float(squares @ by_slot[low:high].square())
         sizes[layer.name] = math.sqrt(total)
     return sizes
 
 
-def _visits(store: Store, layer: Layer) -> float:
+def _slots_per_key(store: Store, layer: Layer) -> float:
     """How many slots have one stored key, on average: it is off by the same in each of them."""
     if layer.form != "vectors":
         return 1.0
-    return max(1.0, store.slots(layer.name) / max(1, store.key_count(layer.name)))
+    stored_keys = max(1, store.key_count(layer.name))
+    return max(1.0, store.slots(layer.name) / stored_keys)
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """What rounding does to the gradients of a parameter."""
-
-    store: Store
-    updates: Updates
-    measured: _Measured
-    stored: float
-    """The unit roundoff of the store's type, or 0."""
+def _usual_distance(updates: Updates, noise: _Noise) -> float:
+    return float(_displacement(updates, noise, seed=0).norm())
 
 
-def _worst_displacement(noise: _Noise) -> float:
+def _worst_distance(updates: Updates, noise: _Noise) -> float:
     """The norm of each weight's largest displacement in several draws of larger noise, in units of the usual displacement.
 
     The Adam family divides a gradient by its size. If noise changes the sign of a weight's first gradient, the weight ends two learning rates
     elsewhere: a single such weight may be the whole distance, and few draws of the usual noise show it.
     """
-    largest = _displacement(noise, seed=0, scale=WORST_NOISE).abs()
+    largest = _displacement(updates, noise, seed=0, scale=WORST_NOISE).abs()
     for seed in range(1, WORST_DRAWS):
-        largest = torch.maximum(largest, _displacement(noise, seed, WORST_NOISE).abs())
+        displacement = _displacement(updates, noise, seed, WORST_NOISE)
+        largest = torch.maximum(largest, displacement.abs())
     return float(largest.norm()) / WORST_UNIT
 
 
-def _displacement(noise: _Noise, seed: int, scale: float = 1.0) -> Tensor:
-    """Where a weight whose coefficients are matrices ends if its gradients are disturbed by as much as rounding does, less where it ended.
+def _displacement(updates: Updates, noise: _Noise, seed: int, scale: float = 1.0) -> Tensor:
+    """How much further each weight gets if its gradients are disturbed by as much as rounding does, where coefficients are matrices.
 
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
     is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
     scale: how many times the usual size of noise.
     """
-    store = noise.store
-    updates = noise.updates
-    measured = noise.measured
     kind = KINDS[updates.kind]
-    gradients = Replayed(store, updates)
-    now = moment(store, updates.parameter, updates.begin, kind, gradients.rows, gradients.dtype)
+    gradients = noise.gradients
+    now = starting_moment(gradients)
     disturbed = now.copy()
-    sums = gradients.sum()
-    squares = gradients.sum()
-    of_call = gradients.sum()
+    total = gradients.sum()
     generator = torch.Generator().manual_seed(seed)
-    users = store.users(updates.parameter)
-    visits = max(_visits(store, layer) for layer in users)
-    roundings = ROUNDINGS_WITHIN if any(layer.kind == ROUNDED_WITHIN for layer in users) else 1
-    own = torch.finfo(gradients.dtype).eps / 2
     for place in range(len(updates.steps)):
         step = gradients.read(place)
         settings = updates.at(place)
-        gradient = gradients(step, sums)
-        variance = _variance(gradients, step, squares)
-        # Of some rows only (outputs=), the size of the whole gradient says too much
-        size = float(measured.size[place] if gradients.rows is None else gradient.norm())
-        rest = float(measured.residual[place]) * size
-        coarse = float(measured.coarse[place])
-        spread = (
-            coarse_spread(_squares_of_parts(gradients, step, of_call), rest, coarse, roundings)
-            if coarse
-            else _spread(variance, rest, own)
-        )
-        spread = spread + variance * (visits * (BOTH_ROUNDED * noise.stored) ** 2)
-        drawn = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
-        step_on(disturbed, kind, settings, gradient + scale * spread.sqrt() * drawn)
+        gradient = gradients(step, total)
+        spread = noise.variance(place, step, gradient).sqrt()
+        random = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        step_on(disturbed, kind, settings, gradient + scale * spread * random)
         step_on(now, kind, settings, gradient)
     return (disturbed.weight - now.weight).double()
+
+
+class _Noise:
+    """How far rounding may have moved each entry of a parameter's gradients."""
+
+    def __init__(
+        self,
+        store: Store,
+        updates: Updates,
+        measured: _Measured,
+        stored: float,
+    ):
+        """stored: the unit roundoff of slots in store; 0: they are stored as they were."""
+        self.gradients = Replayed(store, updates)
+        self._measured = measured
+        self._squares = self.gradients.sum()
+        self._of_call = self.gradients.sum()
+        users = store.users(updates.parameter)
+        slots_per_key = max(_slots_per_key(store, layer) for layer in users)
+        self._of_storage = slots_per_key * (BOTH_ROUNDED * stored) ** 2
+        is_rounded_within = any(layer.kind == ROUNDED_WITHIN for layer in users)
+        self._roundings = ROUNDINGS_WITHIN if is_rounded_within else 1
+        self._own = torch.finfo(self.gradients.dtype).eps / 2
+
+    def variance(self, place: int, step: Step, gradient: Tensor) -> Tensor:
+        """Of each entry of the gradient of an update."""
+        squares = _squares_of_slots(self.gradients, step, self._squares)
+        # Of some rows only (outputs=), the size of the whole gradient says too much
+        is_whole = self.gradients.rows is None
+        size = float(self._measured.size[place] if is_whole else gradient.norm())
+        rest = float(self._measured.residual[place]) * size
+        coarse = float(self._measured.coarse[place])
+        if coarse:
+            parts = _squares_of_parts(self.gradients, step, self._of_call)
+            of_gradient = coarse_spread(parts, rest, coarse, self._roundings)
+        else:
+            of_gradient = _spread(squares, rest, self._own)
+        return of_gradient + squares * self._of_storage
 
 
 def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
@@ -258,7 +303,7 @@ def _spread(variance: Tensor, rest: float, own: float) -> Tensor:
     return variance * _both_roundings(rest / math.sqrt(whole), own) ** 2
 
 
-def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:
+def _squares_of_slots(gradients: Replayed, step: Step, total: Sum) -> Tensor:
     """Σ over slots of (factor · error)² ⊗ key², shaped like the parameter."""
     for call in step.calls:
         _add_squares(gradients, call, total)
@@ -268,7 +313,3 @@ def _variance(gradients: Replayed, step: Step, total: Sum) -> Tensor:
 def _add_squares(gradients: Replayed, call: Call, total: Sum) -> None:
     for use in gradients.uses(call.layer):
         total.add(call.layer, use, call.keys.squared(), call.errors.square(), call.factor**2)
-
-
-def _roundoff(dtype: str) -> float:
-    return torch.finfo(getattr(torch, dtype)).eps / 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.dual.gradients import Rows
+from dualform.dual.rows import Rows
 from dualform.layers.keys import Keys, Numbers, in_groups, part
 from dualform.layers.streams import Layer, Use
 
@@ -17,43 +17,82 @@ AT_ONCE = 1 << 20
 """How many intermediate numbers are held at a time."""
 
 
-def products(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, rows: Rows | None) -> Tensor:
+def products(
+    use: Use,
+    layer: Layer,
+    queries: Tensor,
+    slopes: Tensor,
+    rows: Rows | None,
+) -> Tensor:
     """∂target/∂parameter (that part of it which is used), (examples, rows, columns), or (examples, d) for vectors.
 
     queries (examples, positions, d_in); slopes (examples, positions, d_out); rows: only these of the parameter.
     """
     if use.role == "scale":
         return queries.sum(1)
-    slopes = part(slopes, use.errors)
+    slopes = _used_slopes(use, slopes, rows)
     if use.role == "bias":
         return slopes.sum(1)
-    if rows is not None:
-        slopes = slopes[..., rows.places]
-    examples, positions, d_out = slopes.shape
     if layer.form == "numbers":
-        places = queries.reshape(examples, positions).long()
-        table = torch.zeros(examples, layer.d_in, d_out, dtype=slopes.dtype)
-        table.scatter_add_(1, places.unsqueeze(-1).expand(-1, -1, d_out), slopes)
-        return table if use.role == "table" else table.transpose(1, 2)
-    keys = part(queries, use.keys)
-    if use.groups > 1:
-        slopes = slopes.reshape(examples, positions, use.groups, -1)
-        keys = keys.reshape(examples, positions, use.groups, -1)
-        return torch.einsum("qpgo,qpgi->qgoi", slopes, keys).reshape(examples, d_out, -1)
-    found = slopes.transpose(1, 2) @ keys
-    return found.transpose(1, 2) if use.role == "table" else found
+        product = _one_hot_products(queries, slopes, layer.d_in)
+    elif use.groups > 1:
+        product = _grouped_products(part(queries, use.keys), slopes, use.groups)
+    else:
+        product = slopes.transpose(1, 2) @ part(queries, use.keys)
+    return product.transpose(1, 2) if use.role == "table" else product
 
 
-def inner(use: Use, layer: Layer, queries: Tensor, slopes: Tensor, matrix: Tensor, rows: Rows | None = None) -> Tensor:
+def _used_slopes(use: Use, slopes: Tensor, rows: Rows | None) -> Tensor:
+    used = part(slopes, use.errors)
+    if rows is None or use.role == "bias":
+        return used
+    return used[..., rows.places]
+
+
+def _one_hot_products(queries: Tensor, slopes: Tensor, d_in: int) -> Tensor:
+    """Add up the slopes of each number among the queries, (examples, d_out, d_in)."""
+    examples, positions, d_out = slopes.shape
+    numbers = queries.reshape(examples, positions, 1).long()
+    table = torch.zeros(examples, d_in, d_out, dtype=slopes.dtype)
+    table.scatter_add_(1, numbers.expand(-1, -1, d_out), slopes)
+    return table.transpose(1, 2)
+
+
+def _grouped_products(keys: Tensor, slopes: Tensor, groups: int) -> Tensor:
+    """(examples, d_out, d_in / groups)."""
+    examples, positions, d_out = slopes.shape
+    slopes = slopes.reshape(examples, positions, groups, -1)
+    keys = keys.reshape(examples, positions, groups, -1)
+    product = torch.einsum("qpgo,qpgi->qgoi", slopes, keys)
+    return product.reshape(examples, d_out, -1)
+
+
+def inner(
+    use: Use,
+    layer: Layer,
+    queries: Tensor,
+    slopes: Tensor,
+    matrix: Tensor,
+    rows: Rows | None = None,
+) -> Tensor:
     """⟨∂target/∂parameter, matrix⟩ for each example, (examples,). matrix: like (that part of) the parameter, or these rows of it."""
-    if use.role == "weight" and layer.form == "vectors" and use.groups == 1:  # without a matrix for each example
-        errors = part(slopes, use.errors) if rows is None else part(slopes, use.errors)[..., rows.places]
-        return ((errors @ matrix.reshape(len(matrix), -1)) * part(queries, use.keys)).sum((1, 2))
+    if use.role == "weight" and layer.form == "vectors" and use.groups == 1:
+        # slope · (matrix query), which needs no product of its own for each example
+        slopes = _used_slopes(use, slopes, rows)
+        through = slopes @ matrix.reshape(len(matrix), -1)
+        return (through * part(queries, use.keys)).sum((1, 2))
     product = products(use, layer, queries, slopes, rows)
-    return (product * matrix.reshape(product.shape[1:])).flatten(1).sum(1)
+    matrix = matrix.reshape(product.shape[1:])
+    return (product * matrix).flatten(1).sum(1)
 
 
-def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | None) -> Tensor:
+def scores(
+    use: Use,
+    product: Tensor,
+    keys: Keys,
+    errors: Tensor,
+    rows: Rows | None,
+) -> Tensor:
     """⟨product, error signal ⊗ key⟩ for each slot, (examples, slots). product: as above, coefficients included."""
     if use.role == "scale":
         return product @ keys.vectors().T
@@ -63,25 +102,39 @@ def scores(use: Use, product: Tensor, keys: Keys, errors: Tensor, rows: Rows | N
     if use.role == "table":
         product = product.transpose(1, 2)
     if isinstance(keys, Numbers):
-        return torch.stack([(errors * one[:, keys.places].T).sum(1) for one in product])
+        at_keys = (matrix[:, keys.places].T for matrix in product)
+        return torch.stack([(errors * columns).sum(1) for columns in at_keys])
     vectors = part(keys.vectors(), use.keys)
-    if use.groups == 1:
-        return _bilinear(product, vectors, errors)
-    apart = in_groups(errors, use.groups).transpose(0, 1)
-    taken = in_groups(vectors, use.groups).transpose(0, 1)
-    blocks = product.reshape(len(product), use.groups, apart.shape[-1], taken.shape[-1])
-    return torch.stack([((apart @ one) * taken).sum((0, 2)) for one in blocks])
+    if use.groups > 1:
+        return _grouped_scores(product, vectors, errors, use.groups)
+    # The longer side is multiplied first: less is left over to hold
+    if errors.shape[1] > vectors.shape[1]:
+        return _bilinear(product.transpose(1, 2), errors, vectors)
+    return _bilinear(product, vectors, errors)
 
 
-def _bilinear(product: Tensor, keys: Tensor, errors: Tensor) -> Tensor:
-    """error · P · key for the P of each example, (examples, slots)."""
-    if errors.shape[1] > keys.shape[1]:
-        product, keys, errors = product.transpose(1, 2), errors, keys
-    examples, few, many = product.shape
-    found = product.new_empty(examples, len(keys))
-    size = max(1, AT_ONCE // max(1, len(keys) * few))
+def _grouped_scores(
+    product: Tensor,
+    keys: Tensor,
+    errors: Tensor,
+    groups: int,
+) -> Tensor:
+    """The same where each group of a convolution has a linear map of its own."""
+    keys = in_groups(keys, groups).transpose(0, 1)
+    errors = in_groups(errors, groups).transpose(0, 1)
+    blocks = product.reshape(len(product), groups, errors.shape[2], keys.shape[2])
+    return torch.stack([((errors @ block) * keys).sum((0, 2)) for block in blocks])
+
+
+def _bilinear(product: Tensor, long: Tensor, short: Tensor) -> Tensor:
+    """short · P · long for the P of each example, (examples, slots)."""
+    examples, short_width, long_width = product.shape
+    slots = len(long)
+    result = product.new_empty(examples, slots)
+    size = max(1, AT_ONCE // max(1, slots * short_width))
     for low in range(0, examples, size):
-        some = product[low : low + size]
-        halves = (keys @ some.reshape(-1, many).T).reshape(len(keys), len(some), few)
-        found[low : low + size] = (halves * errors.unsqueeze(1)).sum(2).T
-    return found
+        block = product[low : low + size]
+        through = long @ block.reshape(-1, long_width).T
+        through = through.reshape(slots, len(block), short_width)
+        result[low : low + size] = (through * short.unsqueeze(1)).sum(2).T
+    return result

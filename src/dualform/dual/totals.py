@@ -123,7 +123,14 @@ class View:
         return rows if missing <= 0 else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
 
 
-def find(store: Store, columns: Collection[str], end: int, *, deltas: bool, subset: bool = False) -> View | None:
+def find(
+    store: Store,
+    columns: Collection[str],
+    end: int,
+    *,
+    deltas: bool,
+    subset: bool = False,
+) -> View | None:
     """Totals for just these columns (or, with subset, for more), of just this moment; None if there are none."""
     number = store.grouping(columns, end, deltas=deltas, subset=subset)
     return None if number is None else View(store, number)

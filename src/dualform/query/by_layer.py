@@ -49,7 +49,12 @@ class Contributions(ByLayer[LayerContributions]):
     """
 
     def top(
-        self, k: int = 10, *, by: str | Sequence[str], where: Where | None = None, lowest: bool = False
+        self,
+        k: int = 10,
+        *,
+        by: str | Sequence[str],
+        where: Where | None = None,
+        lowest: bool = False,
     ) -> pl.DataFrame:
         """Return the k groups of `by` with the highest contributions for each query; lowest: the lowest instead."""
         return self._summed.top(k, by=by, where=where, lowest=lowest)
@@ -65,8 +70,10 @@ class Contributions(ByLayer[LayerContributions]):
     @cached_property
     def _summed(self) -> _SummedContributions:
         answers = list(self._answers.values())
-        if self._store.manifest.keep != "totals":  # what they keep of a weight is of all layers that share it
-            answers += [tied for answer in self._answers.values() for tied in answer.tied.values()]
+        # Totals of a weight are of all layers that share it
+        if self._store.manifest.keep != "totals":
+            for answer in self._answers.values():
+                answers += answer.tied.values()
         return _SummedContributions(answers)
 
 
@@ -78,25 +85,34 @@ class _SummedContributions(Answer):
         super().__init__(scorer, {"query": scorer.queries})
         self._answers = answers
 
-    def sums(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> Sums:
+    def sums(
+        self,
+        by: str | Sequence[str],
+        *,
+        where: Where | None = None,
+        absolute: bool = False,
+    ) -> Sums:
         """Return the sums of all layers."""
-        return added([answer.sums(by, where=where, absolute=absolute) for answer in self._answers])
+        by_layer = [answer.sums(by, where=where, absolute=absolute) for answer in self._answers]
+        return added(by_layer)
 
 
 def added(parts: Sequence[Sums]) -> Sums:
     """Add totals by the same columns in several layers: groups are those of any of them."""
-    names = parts[0].values.columns
-    values = pl.concat([part.values for part in parts]).unique(maintain_order=True)
-    numbered = values.with_row_index(" place")
-    totals = torch.zeros(len(parts[0].totals), values.height, dtype=torch.float64)
-    visits = torch.zeros(values.height, dtype=torch.int64)
+    columns = parts[0].values.columns
+    groups = pl.concat([part.values for part in parts]).unique(maintain_order=True)
+    numbered = groups.with_row_index(" place")
+    totals = torch.zeros(len(parts[0].totals), groups.height, dtype=torch.float64)
+    visits = torch.zeros(groups.height, dtype=torch.int64)
     for part in parts:
-        joined = part.values.join(numbered, on=names, how="left", maintain_order="left", nulls_equal=True)
+        joined = part.values.join(numbered, on=columns, how="left", maintain_order="left", nulls_equal=True)
         places = torch.from_numpy(joined[" place"].to_numpy().astype(np.int64))
         totals[:, places] += part.totals
         visits[places] = torch.maximum(visits[places], part.visits)
     # Slots that serve all rows have left an empty group behind
-    is_null = values.select(pl.all_horizontal(pl.all().is_null())).to_series().to_numpy()
-    kept = np.flatnonzero(~(is_null & (visits == 0).numpy()))
-    values = values[kept]
-    return Sums(values, totals[:, kept], visits[kept], values)
+    all_null = pl.all_horizontal(pl.all().is_null())
+    is_shared = groups.select(all_null).to_series().to_numpy()
+    is_empty = (visits == 0).numpy()
+    kept = np.flatnonzero(~(is_shared & is_empty))
+    groups = groups[kept]
+    return Sums(groups, totals[:, kept], visits[kept], groups)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from dualform.errors import QuestionError
 from dualform.query.forward import output_of
-from dualform.query.targets import IGNORED, CompletionTokens, described, logits_of, predicts_next_token
+from dualform.query.targets import (
+    IGNORED,
+    CompletionTokens,
+    described,
+    is_encoder_decoder,
+    logits_of,
+    predicts_next_token,
+)
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Tensor | Mapping[str, Any]
 """A text, chat messages, tokens, or what a tokenizer gives."""
@@ -34,7 +41,7 @@ class Completion:
 def encode_completion(model: nn.Module, prompt: Prompt, completion: Any, tokenizer: Any) -> Completion:
     """Return a prompt and its completion as inputs of a model. completion: None for the likeliest next token."""
     is_next = predicts_next_token(model)
-    if not is_next and not _is_encoder_decoder(model):
+    if not is_next and not is_encoder_decoder(model):
         raise QuestionError(
             "a masked language model completes no prompt. Give the whole text as inputs, with the masked tokens in `labels`: "
             'influence(inputs, target="completion").'
@@ -61,15 +68,16 @@ def _arranged(before: list[int], after: list[int], is_next: bool) -> tuple[Any, 
     """Return inputs and labels: one sequence, or, for an encoder-decoder, the prompt beside the completion."""
     if is_next:
         # The first argument of every causal language model, whatever its name is
-        labels = torch.tensor([[IGNORED] * len(before) + after])
-        return torch.tensor([before + after]), labels
+        inputs = torch.tensor([before + after])
+        ignored = [IGNORED] * len(before)
+        return inputs, torch.tensor([ignored + after])
     labels = torch.tensor([after])
     return {"input_ids": torch.tensor([before]), "labels": labels}, labels
 
 
 def _likeliest_next_token(model: nn.Module, before: list[int], is_next: bool) -> int:
     # The decoder of an encoder-decoder gets all labels but the last: of one label, only its first token
-    inputs = torch.tensor([before]) if is_next else _arranged(before, [0], is_next)[0]
+    inputs, _ = _arranged(before, [] if is_next else [0], is_next)
     with torch.no_grad():
         logits = logits_of(output_of(model, inputs))
     if not isinstance(logits, Tensor) or logits.dim() != 3:
@@ -79,7 +87,8 @@ def _likeliest_next_token(model: nn.Module, before: list[int], is_next: bool) ->
 
 def _prompt_tokens(prompt: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
-        return _without_end(_needed(tokenizer)(prompt)["input_ids"], prompt, tokenizer)
+        tokens = _needed(tokenizer)(prompt)["input_ids"]
+        return _without_end(tokens, prompt, tokenizer)
     if isinstance(prompt, Mapping):
         return _token_list(prompt["input_ids"])
     if not isinstance(prompt, Tensor) and prompt and isinstance(prompt[0], Mapping):
@@ -93,17 +102,21 @@ def _completion_tokens(prompt: Prompt, before: list[int], completion: Any, token
         return _token_list(completion)
     if isinstance(prompt, str):
         # Together, as in training; unless a token reaches across the border
-        whole = _without_end(_needed(tokenizer)(prompt + completion)["input_ids"], completion, tokenizer)
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-    return _token_list(_needed(tokenizer)(completion, add_special_tokens=False)["input_ids"])
+        together = _needed(tokenizer)(prompt + completion)["input_ids"]
+        together = _without_end(together, completion, tokenizer)
+        if together[: len(before)] == before:
+            return together[len(before) :]
+    alone = _needed(tokenizer)(completion, add_special_tokens=False)
+    return _token_list(alone["input_ids"])
 
 
 def _without_end(tokens: list[int], text: str, tokenizer: Any) -> list[int]:
     """Leave out the end-of-text token that some tokenizers add: the text goes on."""
     end = getattr(tokenizer, "eos_token_id", None)
-    is_added = end is not None and tokens[-1:] == [end] and not text.endswith(tokenizer.eos_token)
-    return tokens[:-1] if is_added else list(tokens)
+    has_end = end is not None and tokens[-1:] == [end]
+    if has_end and not text.endswith(tokenizer.eos_token):
+        return tokens[:-1]
+    return list(tokens)
 
 
 def _token_list(given: Any) -> list[int]:
@@ -122,8 +135,6 @@ def _needed(tokenizer: Any) -> Any:
 
 
 def _decoded(tokens: list[int], tokenizer: Any) -> str:
-    return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(tokens))
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return str(tokenizer.decode(tokens))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Updates, is_elementwise
-from dualform.dual.gradients import Rows, calls_of_step, kept_rows
+from dualform.dual.gradients import calls_of_step, chunk_place
 from dualform.dual.replay import Backward
+from dualform.dual.rows import Rows, kept_rows, used_rows
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
 from dualform.layers.streams import Use
@@ -36,16 +36,17 @@ class ContributionReplay:
         if known is not None and known[0] == queries:
             return known[1]
         dtype = self._scorer.dtype
-        found = self._score(queries, dtype)
-        if dtype != torch.float64 and not found.isfinite().all():
+        result = self._score(queries, dtype)
+        if dtype != torch.float64 and not result.isfinite().all():
             # Coefficients may leave the range of float32 in weights that wrote next to nothing
-            found = self._score(queries, torch.float64).to(dtype)
-        self._known = (queries, found)
-        return found
+            result = self._score(queries, torch.float64).to(dtype)
+        self._known = (queries, result)
+        return result
 
     def _score(self, queries: slice, dtype: torch.dtype) -> Tensor:
         scorer = self._scorer
-        total = torch.zeros(queries.stop - queries.start, scorer.store.slots(scorer.layer.name), dtype=dtype)
+        slots = scorer.store.slots(scorer.layer.name)
+        total = torch.zeros(queries.stop - queries.start, slots, dtype=dtype)
         for query_use, slot_use in scorer.pairs():
             rows = scorer.rows_of(query_use) if slot_use is query_use else None
             if rows is None:
@@ -57,58 +58,91 @@ class ContributionReplay:
                 self._add_scaled(total, query_use, slot_use, product, rows)
         return total
 
-    def _add_scaled(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
+    def _add_scaled(
+        self,
+        total: Tensor,
+        query_use: Use,
+        slot_use: Use,
+        product: Tensor,
+        rows: Rows | None,
+    ) -> None:
         """Add the scores of a parameter whose coefficients are numbers, beside others whose coefficients are matrices."""
         layer = self._scorer.layer
         coefficients = self._scorer.coefficients[query_use.parameter]
         for chunk in self._scorer.store.chunks(layer.name, end_step=self._scorer.end):
             for low, high in chunk.pieces(layer.d_in + layer.d_out):
-                keys = chunk.keys(total.dtype, low, high)
-                errors = chunk.errors(total.dtype, low, high)
-                values = scaled(chunk, coefficients, low, high, total.dtype)
-                found = scores(slot_use, product, keys, errors, rows) * values.T
-                total[:, chunk.first_slot + low : chunk.first_slot + high] += found
+                factors = scaled(chunk, coefficients, low, high, total.dtype)
+                piece = _scores_of_piece(chunk, low, high, total.dtype, slot_use, product, rows)
+                _columns(total, chunk, low, high).add_(piece * factors.T)
 
-    def _add_replayed(self, total: Tensor, query_use: Use, slot_use: Use, product: Tensor, rows: Rows | None) -> None:
+    def _add_replayed(
+        self,
+        total: Tensor,
+        query_use: Use,
+        slot_use: Use,
+        product: Tensor,
+        rows: Rows | None,
+    ) -> None:
         """Add the scores of a parameter whose coefficients are matrices."""
-        layer = self._scorer.layer
         updates = self._scorer.updates[query_use.parameter]
         steps = len(updates.steps)
         # Of a bias the coefficients of all outputs are known, but only some of its error signals were kept
-        kept = list(layer.outputs) if slot_use.role == "bias" and layer.outputs else None
+        outputs = list(self._scorer.layer.outputs) if slot_use.role == "bias" else []
         walk = Backward(self._scorer.store, updates, rows, wide=total.dtype == torch.float64)
-        for place, matrix in walk:
+        for place, coefficients in walk:
             if self._progress is not None:
                 self._progress(f"replaying {query_use.parameter}", steps - place, steps)
-            coefficients = matrix.reshape(len(matrix), -1) if matrix.dim() > 1 else matrix
-            if query_use.rows:
-                coefficients = coefficients[query_use.rows[0] : query_use.rows[1]]
-            if kept is not None:
-                coefficients = coefficients[kept]
-            weighed = product * coefficients.reshape(product.shape[1:])
-            self._add_step(total, slot_use, weighed, rows, updates, place)
+            if coefficients.dim() > 1:
+                coefficients = coefficients.flatten(1)
+            coefficients = used_rows(query_use, coefficients)
+            if outputs:
+                coefficients = coefficients[outputs]
+            weighted = product * coefficients.reshape(product.shape[1:])
+            self._add_step(total, slot_use, weighted, rows, updates, place)
 
     def _add_step(
-        self, total: Tensor, slot_use: Use, weighed: Tensor, rows: Rows | None, updates: Updates, place: int
+        self,
+        total: Tensor,
+        slot_use: Use,
+        product: Tensor,
+        rows: Rows | None,
+        updates: Updates,
+        place: int,
     ) -> None:
         step = int(updates.steps[place])
         chunk = self._chunk_at(step)
         if chunk is None:
             return
         for factor, low, high in calls_of_step(chunk, step, updates.factors[place]):
-            keys = chunk.keys(total.dtype, low, high)
-            errors = chunk.errors(total.dtype, low, high)
-            found = scores(slot_use, weighed, keys, errors, rows)
-            total[:, chunk.first_slot + low : chunk.first_slot + high].add_(found, alpha=-factor)
+            piece = _scores_of_piece(chunk, low, high, total.dtype, slot_use, product, rows)
+            _columns(total, chunk, low, high).add_(piece, alpha=-factor)
 
     def _chunk_at(self, step: int) -> SlotChunk | None:
         """Return the chunk that holds a step; the last one stays open."""
         store = self._scorer.store
-        ends = [chunk.end_step for chunk in store.manifest.chunks]
-        place = int(np.searchsorted(ends, step, side="right"))
+        place = chunk_place(store, step)
         known = self._open_chunk  # read once: another thread may replace it at any time
         if known is not None and known[0] == place:
             return known[1]
-        found = store.chunk_of(self._scorer.layer.name, place)
-        self._open_chunk = (place, found)
-        return found
+        chunk = store.chunk_of(self._scorer.layer.name, place)
+        self._open_chunk = (place, chunk)
+        return chunk
+
+
+def _scores_of_piece(
+    chunk: SlotChunk,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+    use: Use,
+    product: Tensor,
+    rows: Rows | None,
+) -> Tensor:
+    keys = chunk.keys(dtype, low, high)
+    errors = chunk.errors(dtype, low, high)
+    return scores(use, product, keys, errors, rows)
+
+
+def _columns(total: Tensor, chunk: SlotChunk, low: int, high: int) -> Tensor:
+    """Return the scores of the slots low to high of a chunk, as a view."""
+    return total[:, chunk.first_slot + low : chunk.first_slot + high]

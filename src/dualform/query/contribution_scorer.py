@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -10,17 +11,18 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Rows, chosen_rows
+from dualform.dual.gradients import description
+from dualform.dual.rows import Rows, chosen_rows, used_rows
 from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError
-from dualform.layers.keys import Keys, part
+from dualform.layers.keys import part
 from dualform.layers.streams import Layer, Use
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay
 from dualform.query.ranking import Order
-from dualform.query.scan import query_blocks
+from dualform.query.scan import Bools, query_blocks
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import ContributionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
@@ -69,21 +71,28 @@ class ContributionScorer(Scorer):
     def for_uses(self, uses: Uses, gradients: Tensor | None = None) -> ContributionScorer:
         """Return a scorer for some uses of parameters alone, along other gradients if there are any."""
         gradients = self.gradients if gradients is None else gradients
-        return ContributionScorer(
-            self.store, self.layer, self.end, self.inputs, gradients, self.dtype, uses=uses, progress=self._progress
-        )
+        return self._scorer(self.layer, self.layer, uses, gradients)
 
     def for_tied_layer(self, layer: Layer) -> ContributionScorer:
         """Return a scorer for the slots of another layer that shares parameters with this one."""
         uses = [use for use in self.uses if use.parameter in layer.parameters]
+        return self._scorer(layer, self.query_layer, uses, self.gradients)
+
+    def _scorer(
+        self,
+        layer: Layer,
+        query_layer: Layer,
+        uses: Uses,
+        gradients: Tensor,
+    ) -> ContributionScorer:
         return ContributionScorer(
             self.store,
             layer,
             self.end,
             self.inputs,
-            self.gradients,
+            gradients,
             self.dtype,
-            query_layer=self.query_layer,
+            query_layer=query_layer,
             uses=uses,
             progress=self._progress,
         )
@@ -104,14 +113,20 @@ class ContributionScorer(Scorer):
             return max(2 * self._largest_product, self.store.slots(self.layer.name))
         return 2 * self._largest_product if self._sums_positions_first else 0
 
-    def score(self, queries: slice, run: SlotChunk, low: int, high: int) -> Tensor:
+    def score(
+        self,
+        queries: slice,
+        run: SlotChunk,
+        low: int,
+        high: int,
+    ) -> Tensor:
         """Return the contributions of the slots low to high of a chunk, (queries, slots)."""
         if self._is_replayed:
             return self._replay.scores(queries)[:, run.first_slot + low : run.first_slot + high]
+        if not self._sums_positions_first:
+            return self._score_by_position(queries, run, low, high)
         keys = run.keys(self.dtype, low, high)
         errors = run.errors(self.dtype, low, high)
-        if not self._sums_positions_first:
-            return self._score_by_position(queries, run, low, high, keys, errors)
         total = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
         for query_use, slot_use in self.pairs():
             rows = self.rows_of(query_use) if slot_use is query_use else None
@@ -121,28 +136,37 @@ class ContributionScorer(Scorer):
         return total
 
     def _score_by_position(
-        self, queries: slice, run: SlotChunk, low: int, high: int, keys: Keys, errors: Tensor
+        self,
+        queries: slice,
+        run: SlotChunk,
+        low: int,
+        high: int,
     ) -> Tensor:
         """Multiply attention weights and slopes at each position, and sum over the positions last."""
+        keys = run.keys(self.dtype, low, high)
+        errors = run.errors(self.dtype, low, high)
         inputs = self.inputs[queries]
         count, positions, width = inputs.shape
-        by_errors: dict[tuple[int, ...], list[Use]] = {}
-        for use in self.uses:
-            columns = use.errors if use.role != "scale" else (-1,)
-            by_errors.setdefault(columns, []).append(use)
         total = torch.zeros(count, high - low, dtype=self.dtype)
-        for columns, uses in by_errors.items():
+        for columns, uses in self._uses_by_errors.items():
             weights = torch.zeros((), dtype=self.dtype)  # (examples, positions, slots)
             for use in uses:
                 value = scaled(run, self.coefficients[use.parameter], low, high, self.dtype)[:, 0]
-                if use.role == "bias":
-                    weights = weights + value
-                else:
+                if use.role != "bias":
                     attention = keys.dot(inputs.reshape(-1, width), use.keys) * value
-                    weights = weights + attention.reshape(count, positions, high - low)
+                    value = attention.reshape(count, positions, high - low)
+                weights = weights + value
             slopes = part(self.gradients[queries], columns) @ part(errors, columns).T
             total += (weights * slopes).sum(1)
         return total
+
+    @cached_property
+    def _uses_by_errors(self) -> dict[tuple[int, ...], list[Use]]:
+        """The uses that share a part of the error signal, by that part."""
+        groups: dict[tuple[int, ...], list[Use]] = {}
+        for use in self.uses:
+            groups.setdefault(use.errors, []).append(use)
+        return groups
 
     @cached_property
     def _sums_positions_first(self) -> bool:
@@ -159,19 +183,28 @@ class ContributionScorer(Scorer):
         """Return (how the query uses a parameter, how the slots use it)."""
         if not self.is_tied:
             return [(use, use) for use in self.uses]
-        return [(a, b) for a in self.uses for b in self.layer.uses if a.parameter == b.parameter]
+        return _pairs(self.uses, self.layer.uses)
 
-    def product_of(self, query_use: Use, slot_use: Use, queries: slice, rows: Rows | None) -> Tensor:
+    def product_of(
+        self,
+        query_use: Use,
+        slot_use: Use,
+        queries: slice,
+        rows: Rows | None,
+    ) -> Tensor:
         """Return ∂target/∂parameter, (examples, *shape); of a bias, only for outputs whose error signals were kept."""
-        found = products(query_use, self.query_layer, self.inputs[queries], self.gradients[queries], rows)
+        inputs = self.inputs[queries]
+        slopes = self.gradients[queries]
+        product = products(query_use, self.query_layer, inputs, slopes, rows)
         if slot_use.role == "bias" and self.layer.outputs:
-            return found[:, list(self.layer.outputs)]
-        return found
+            return product[:, list(self.layer.outputs)]
+        return product
 
     @cached_property
     def _units(self) -> list[int]:
         """The outputs that the target depends on, if they are few; else none: all are taken."""
-        units: list[int] = torch.nonzero((self.gradients != 0).any(0).any(0))[:, 0].tolist()
+        is_needed = (self.gradients != 0).any(0).any(0)
+        units: list[int] = torch.nonzero(is_needed)[:, 0].tolist()
         layer = self.query_layer
         if not layer.outputs:
             return units if 0 < 2 * len(units) <= layer.d_out else []
@@ -194,10 +227,10 @@ class ContributionScorer(Scorer):
         """How many numbers ∂target/∂parameter takes, for one query."""
         sizes = [0]
         for use in self.uses:
-            height, *rest = self.store.manifest.parameters[self.store.parameter(use.parameter)].shape
+            height, *rest = description(self.store, use.parameter).shape
             if self.rows_of(use) is not None:
                 height = len(self._units)
-            sizes.append(height * int(np.prod(rest)))
+            sizes.append(height * math.prod(rest))
         return max(sizes)
 
     @cached_property
@@ -220,11 +253,17 @@ class ContributionScorer(Scorer):
 
     def index(self) -> SlotIndex | None:
         """Return an index of keys and error signals, if the layer is one matrix with or without a bias, and a query one vector."""
-        shapes = [(use.role, *use.keys, *use.errors, *(use.rows or ()), use.groups) for use in self.uses]
-        is_plain = shapes in ([("weight", 1)], [("weight", 1), ("bias", 1)])
-        if not is_plain or self.inputs.shape[1] != 1 or self._is_replayed or self._sums_positions_first:
+        if not self._is_one_matrix or self.inputs.shape[1] != 1:
+            return None
+        if self._is_replayed or self._sums_positions_first:
             return None
         return SlotIndex(self.store, self.layer.name, self.end, self.queries, self.dtype, self._bounds)
+
+    @property
+    def _is_one_matrix(self) -> bool:
+        roles = [use.role for use in self.uses]
+        is_partial = any(use.keys or use.errors or use.rows or use.groups > 1 for use in self.uses)
+        return not is_partial and roles in (["weight"], ["weight", "bias"])
 
     def _bounds(self, slots: Tensor, order: Order) -> ContributionBounds:
         weight, *biases = (self._values(use.parameter)[slots] for use in self.uses)
@@ -250,14 +289,14 @@ class ContributionScorer(Scorer):
 
     def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
         """Return totals from what each group wrote to the parameters."""
-        if absolute or (self._shares_parameters and self.store.manifest.keep != "totals"):
+        if absolute:
+            return None
+        # Deltas are of all layers that share a parameter
+        shares_parameters = self.is_tied or bool(self.tied_layers())
+        if shares_parameters and self.store.manifest.keep != "totals":
             return None
         view = find(self.store, columns, self.end, deltas=True)
         return None if view is None else (view, self.along_deltas(view))
-
-    @property
-    def _shares_parameters(self) -> bool:
-        return self.is_tied or bool(self.tied_layers())
 
     def tied_layers(self) -> list[Layer]:
         """Return the other layers whose slots write to the same parts of this layer's parameters (tied embeddings)."""
@@ -267,7 +306,7 @@ class ContributionScorer(Scorer):
 
     def _is_disjoint(self, other: Layer) -> bool:
         """Return whether two layers use different rows of what they share (the parts of an attention)."""
-        shared = [(a.rows, b.rows) for a in self.uses for b in other.uses if a.parameter == b.parameter]
+        shared = [(own.rows, others.rows) for own, others in _pairs(self.uses, other.uses)]
         return all(a and b and (a[1] <= b[0] or b[1] <= a[0]) for a, b in shared)
 
     def along_deltas(self, view: View) -> Tensor:
@@ -287,9 +326,7 @@ class ContributionScorer(Scorer):
                 matrix = view.initial(use.parameter)
             elif use.role in ("bias", "scale"):
                 # What bias gradients hold beyond the sum of their slots is rounding: it stays with the initial part
-                matrix = rebuilt(
-                    self.store, use.parameter, begin=0, end=self.end, keep=lambda chunk: np.zeros(chunk.slots, np.bool_)
-                )
+                matrix = rebuilt(self.store, use.parameter, begin=0, end=self.end, keep=_no_slots)
             else:
                 rows = self.rows_of(use)
                 matrix = initial(self.store, use.parameter, self.end, rows)
@@ -303,17 +340,34 @@ class ContributionScorer(Scorer):
         snapshot = self.store.snapshot(self.end)
         total = torch.zeros(self.queries, dtype=torch.float64)
         for use in self.uses:
-            rows = self.rows_of(use) if use.role not in ("bias", "scale") else None
-            value = snapshot[f"model.{use.parameter}"].double()
-            total += self._along(use, value if rows is None else rows.of(value), torch.float64, rows)
+            rows = self.rows_of(use)
+            matrix = snapshot[f"model.{use.parameter}"].double()
+            if rows is not None:
+                matrix = rows.of(matrix)
+            total += self._along(use, matrix, torch.float64, rows)
         return total
 
-    def _along(self, use: Use, matrix: Tensor, dtype: torch.dtype, rows: Rows | None = None) -> Tensor:
+    def _along(
+        self,
+        use: Use,
+        matrix: Tensor,
+        dtype: torch.dtype,
+        rows: Rows | None = None,
+    ) -> Tensor:
         """Return ⟨∂target/∂parameter, matrix⟩, (examples,) float64."""
-        own = matrix[use.rows[0] : use.rows[1]] if use.rows else matrix
-        found = torch.zeros(self.queries, dtype=torch.float64)
+        matrix = used_rows(use, matrix)
+        result = torch.zeros(self.queries, dtype=torch.float64)
         for queries in query_blocks(self, 1):
             inputs = self.inputs[queries].to(dtype)
             slopes = self.gradients[queries].to(dtype)
-            found[queries] = inner(use, self.query_layer, inputs, slopes, own, rows).double()
-        return found
+            result[queries] = inner(use, self.query_layer, inputs, slopes, matrix, rows).double()
+        return result
+
+
+def _pairs(uses: Uses, others: Uses) -> list[tuple[Use, Use]]:
+    """Return the uses of the same parameters."""
+    return [(use, other) for use in uses for other in others if use.parameter == other.parameter]
+
+
+def _no_slots(chunk: SlotChunk) -> Bools:
+    return np.zeros(chunk.slots, np.bool_)

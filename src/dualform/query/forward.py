@@ -181,7 +181,14 @@ def _side_by_side(parts: Sequence[dict[str, Captured]]) -> dict[str, Captured]:
 class _Collector:
     """Puts together what the calls of each layer showed, example by example."""
 
-    def __init__(self, layers: Sequence[Layer], rows: int, axes: BatchAxes, proof: Proof, target: Tensor | None):
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        rows: int,
+        axes: BatchAxes,
+        proof: Proof,
+        target: Tensor | None,
+    ):
         """target: (rows,); None: gradients are not asked for."""
         self._layers = {layer.name: layer for layer in layers}
         self._rows = rows
@@ -204,7 +211,14 @@ class _Collector:
             gradients = self._gradients_of(call, found, found.errors, leading, where)
             self._gradients.setdefault(layer.name, []).append(gradients)
 
-    def _gradients_of(self, call: _Call, found: LayerSlots, errors: Tensor, leading: int, where: Layout) -> Tensor:
+    def _gradients_of(
+        self,
+        call: _Call,
+        found: LayerSlots,
+        errors: Tensor,
+        leading: int,
+        where: Layout,
+    ) -> Tensor:
         if not where.is_shared or self._target is None:
             return _by_example(errors, leading, where, self._rows)
         # One backward pass gives the sum over all examples: each needs its own
@@ -245,7 +259,12 @@ def _nodes_behind(output: Any) -> set[Any]:
 
 
 def _prove(
-    model: nn.Module, inputs: Any, calls: Sequence[_Call], rows: int, axes: BatchAxes, listener: _Listener
+    model: nn.Module,
+    inputs: Any,
+    calls: Sequence[_Call],
+    rows: int,
+    axes: BatchAxes,
+    listener: _Listener,
 ) -> Proof:
     """Where the examples are in each call; nothing to prove for a single one."""
     if rows < 2:
@@ -262,7 +281,13 @@ def _prove(
 
 
 def _layout(
-    layer: str, call: _Call, found: LayerSlots, leading: int, rows: int, axes: BatchAxes, proof: Proof
+    layer: str,
+    call: _Call,
+    found: LayerSlots,
+    leading: int,
+    rows: int,
+    axes: BatchAxes,
+    proof: Proof,
 ) -> Layout:
     lead = tuple(found.keys.shape[:leading])
     where = axes.reading(layer, lead, rows, found.axis)

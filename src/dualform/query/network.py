@@ -66,14 +66,7 @@ class Network:
         need not be right. warned: names that the user was warned of already; new ones are added.
         """
         nearest = max(snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step)
-        weights: dict[str, Tensor] = {}
-        # A frozen weight is in the first snapshot, and again in those before which somebody has changed it
-        for earlier in sorted((one for one in self._store.snapshot_steps() if one <= nearest), reverse=True):
-            snapshot = self._store.snapshot(earlier)
-            for name in snapshot:
-                short = name.removeprefix("model.")
-                if name != short and short not in weights:
-                    weights[short] = snapshot[name]
+        weights = self._snapshot_weights(nearest)
         if nearest == step:
             return weights
         manifest = self._store.manifest
@@ -83,15 +76,31 @@ class Network:
                 f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = [parameter.name for parameter in manifest.parameters]
-        last = self._store.snapshot(self._store.snapshot_steps()[-1])
-        is_frozen = {name for name in weights if f"model.{name}" not in last}
-        others = set(weights) - set(recorded) - self._aliases - is_frozen
+        others = weights.keys() - recorded - self._aliases - self._frozen(weights)
         _warn_of_snapshot(others, nearest, step, warned)
         wanted = [name for name in recorded if name not in without]
         for name in report("rebuilding", wanted, progress):
             check_all_outputs(self._store, name, f"the network after step {step}")
             weights[name] = rebuilt(self._store, name, begin=nearest, end=step, reached=reached)
         return weights
+
+    def _snapshot_weights(self, step: int) -> dict[str, Tensor]:
+        """Return the weights of a snapshot, with frozen ones from the last snapshot before it that has them."""
+        weights: dict[str, Tensor] = {}
+        # A frozen weight is in the first snapshot, and again in those before which somebody has changed it
+        steps = [snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step]
+        for earlier in sorted(steps, reverse=True):
+            snapshot = self._store.snapshot(earlier)
+            for name in snapshot:
+                short = name.removeprefix("model.")
+                if name != short and short not in weights:
+                    weights[short] = snapshot[name]
+        return weights
+
+    def _frozen(self, weights: Collection[str]) -> set[str]:
+        """Return the weights that the last snapshot does not have."""
+        last = self._store.snapshot(self._store.snapshot_steps()[-1])
+        return {name for name in weights if f"model.{name}" not in last}
 
     def step_with_weights(self, step: int) -> int:
         """The step itself, if its weights are known; else, under an optimizer that cannot be replayed, that of the nearest snapshot.

@@ -149,7 +149,14 @@ class Texts:
         return None if found is None else str(found)
 
 
-def rank_documents(asked: Completion, method: str, sums: Sums, k: int, lowest: bool, texts: Texts) -> Sources:
+def rank_documents(
+    asked: Completion,
+    method: str,
+    sums: Sums,
+    k: int,
+    lowest: bool,
+    texts: Texts,
+) -> Sources:
     """Rank the groups of a total by the sum over all tokens. sums: a query for each token of the completion."""
     check_top(k, absolute=False, lowest=lowest)
     # Slots that serve all rows belong to no document; a condition may leave nothing of others

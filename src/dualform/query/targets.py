@@ -42,9 +42,15 @@ def logits_of(output: Any) -> Any:
     return output
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether the configuration of a model says so, as those of Hugging Face do."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether the logits at a position are for the token after it: not in encoder-decoders and masked language models."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         return False
     return not any("MaskedLM" in type(module).__name__ for module in model.modules())
 
