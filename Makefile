@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test fuzz oldest check fix bench torture clean
+.PHONY: help demo test fuzz oldest check fix docs bench torture clean
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -44,6 +44,16 @@ fix: $(READY) ## format and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+DOCS := .venv-docs
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30' 'ruff>=0.6' 'typer>=0.16' 'rich>=13.7'
+	@touch $@
+
+docs: $(DOCS)/.ready ## build the site into site/ and check its links (look at it: python -m http.server -d site)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	$(DOCS)/bin/python scripts/check_site.py site
+
 BENCHES := recording certificate exactness table1 top totals masks contributions adamw tracin memory disk growth influence
 bench: $(READY) ## measure everything beside peers and limits (an hour, 25 GB of disk in runs/bench; needs the data folder)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' -e ./paper
@@ -54,4 +64,4 @@ torture: $(READY) ## kill, damage and starve recordings until the counts of docs
 	$(BIN)/python bench/torture.py all; status=$$?; $(BIN)/python bench/reliability.py; exit $$status
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(DOCS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""How exact: the paper's MNIST run recorded in each type, checked in every way the README claims.
+"""How exact: the paper's MNIST run recorded in each type, checked in every way the documents claim.
 
 DUALFORM_DATA=… python bench/certificate.py [--steps 3000] [--dtypes float32,float16,float64]
 """

@@ -1,4 +1,4 @@
-"""The README's pictures of the explorer, taken in Chromium.
+"""The documents' pictures of the explorer, taken in Chromium.
 
 dualform demo && python bench/screenshots.py runs/demo
 """

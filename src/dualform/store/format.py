@@ -1,4 +1,4 @@
-"""The names and the manifest of a store. The whole format is in README.md, "The store".
+"""The names and the manifest of a store. The whole format is in docs/store-format.md.
 
 No name in a manifest is ever used as a path: folders and files are named by number, here.
 """
