@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import dualform
 from dualform.layers.keys import Vectors
 from dualform.query import scan
-from dualform.query.influence import factors
+from dualform.query.influence import kept
 from dualform.query.search import index
 from dualform.store.tensors import write_tensors
 
@@ -226,8 +226,8 @@ def test_threads_that_build_the_same_curvature_do_not_spoil_it(recorded, monkeyp
     path, model = recorded
     settings = {"segments": [(0, STEPS)], "layers": "2"}
     expected = plain(dualform.open(path, model).influence(QUERIES, **settings).best(3))
-    for kept in path.glob("*curvature-*"):
-        kept.unlink()
+    for file in path.glob("*curvature-*"):
+        file.unlink()
     together, files = threading.Barrier(THREADS), []
 
     def write_together(folder, name, tensors):
@@ -235,7 +235,7 @@ def test_threads_that_build_the_same_curvature_do_not_spoil_it(recorded, monkeyp
         together.wait()
         write_tensors(folder, name, tensors)
 
-    monkeypatch.setattr(factors, "write_tensors", write_together)
+    monkeypatch.setattr(kept, "write_tensors", write_together)
     with pool_of(THREADS) as pool:
         duals = [dualform.open(path, model) for _ in range(THREADS)]
         tasks = [pool.submit(lambda dual: plain(dual.influence(QUERIES, **settings).best(3)), dual) for dual in duals]
