@@ -32,7 +32,7 @@ UPDATE_ROUNDINGS = 8
 
 WORST_DRAWS = 16
 WORST_NOISE = 2.0
-"""A worst displacement is the largest of so many draws of noise of twice the usual size …"""
+"""A worst displacement is the largest of 16 draws of noise of twice the usual size …"""
 WORST_UNIT = 3.0
 """… divided by this. Where displacements are in proportion to noise, that is 1.5 times the usual one: 4.6 / 3."""
 
