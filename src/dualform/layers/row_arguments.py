@@ -30,7 +30,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _parts_of(value: object) -> Collection[object]:
-    """What a container among the arguments holds; nothing if it is none."""
+    """What a container among the arguments holds; nothing for any other argument."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (tuple, list)):
