@@ -114,7 +114,7 @@ def _is_continued(piece: RowPiece, following: RowPiece) -> bool:
 
 
 def _cut(piece: RowPiece, most: int) -> Iterator[RowPiece]:
-    """Cut a piece into smaller ones with at most `slots` slots each; a row stays whole."""
+    """Cut a piece into smaller ones with at most `most` slots each; a row stays whole."""
     rows_at_a_time = max(1, most // piece.positions)
     for rows in slices(piece.first_row, piece.end_row, rows_at_a_time):
         yield piece.part(rows.start, rows.stop)
