@@ -338,7 +338,8 @@ def _choose_among_equal(fitting: Sequence[RowAxis], module_axis: int | None) -> 
     if SHARED in fitting:
         return Decision(SHARED, SAME_FOR_ALL_ROWS, may_differ=True)
     if not fitting:
-        return Decision(None, SAME_AND_OF_ALL_ROWS)
+        # Rounding may make a few normalised rows equal; in evaluation mode, or in another batch, they differ
+        return Decision(None, SAME_AND_OF_ALL_ROWS, hidden_by=MIXING, may_differ=True)
     why = f"its input can be read in several ways: {', '.join(map(str, fitting))}"
     return Decision(None, why, may_differ=True)
 
