@@ -281,7 +281,7 @@ def test_a_normalisation_under_autocast_whose_gradient_cancels(tmp_path, kind):
     assert certificate.passed, certificate
     if kind != "layer":  # the kernel of LayerNorm rounds each partial sum; the others compute in float32, and so do we
         weight = certificate.frame.filter(pl.col("parameter") == "1.weight")
-        assert weight["residual"].item() < 1e-5
+        assert weight["residual"].item() < 2e-5
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")

@@ -353,8 +353,39 @@ def test_bounds_are_above_the_absolute_terms(make, offset):
     source = rules.rule_for(module).slot_source(module, ((given,), {}), module(given), None)
     [found] = source.slots([error])
     root_of_count = math.sqrt(6)
+    error_terms = max(found.error_terms, float(found.errors.norm()))  # 0: the error signals are no sums
     assert terms.sum(0).norm() <= root_of_count * found.key_terms <= 20 * terms.sum(0).norm()
-    assert error.abs().sum(0).norm() <= root_of_count * found.error_terms <= 3 * error.abs().sum(0).norm()
+    assert error.abs().sum(0).norm() <= root_of_count * error_terms <= 3 * error.abs().sum(0).norm()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.BatchNorm2d(4), lambda: nn.BatchNorm2d(4).eval(), lambda: nn.GroupNorm(2, 4)]
+)
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_bounds_of_summed_positions_are_above_the_absolute_terms(make, offset):
+    torch.manual_seed(0)
+    module = make().double()
+    given = torch.randn(6, 4, 3, 5, dtype=torch.float64) + offset
+    error = torch.randn(6, 4, 3, 5, dtype=torch.float64)
+    if isinstance(module, nn.GroupNorm):
+        groups = given.reshape(6, 2, -1)
+        mean = groups.mean(2).repeat_interleave(2, 1)[:, :, None, None]
+        deviation = groups.std(2, correction=0).repeat_interleave(2, 1)[:, :, None, None]
+    elif module.training:
+        mean = given.mean((0, 2, 3), keepdim=True)
+        deviation = given.std((0, 2, 3), correction=0, keepdim=True)
+    else:
+        mean, deviation = torch.zeros(1), torch.ones(1)
+    terms = error.abs() * (given.abs() + mean.abs()) / deviation
+    source = rules.rule_for(module).slot_source(module, ((given,), {}), module(given), None)
+    [slots] = source.slots([error])
+    root_of_rows = math.sqrt(6)
+    of_keys = terms.sum((0, 2, 3)).norm()
+    of_errors = error.abs().sum((0, 2, 3)).norm()
+    assert (
+        of_keys <= root_of_rows * slots.key_terms * (1 + 1e-5) <= 20 * of_keys
+    )  # 1e-5: eps, which is not in the deviation here
+    assert of_errors <= root_of_rows * slots.error_terms <= 3 * of_errors
 
 
 @pytest.mark.parametrize("seed", [23, 136, 190, 310])

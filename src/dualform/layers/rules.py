@@ -191,40 +191,46 @@ def _save_for_affine(module: nn.Module, arguments: Arguments) -> tuple[Tensor, .
 def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
     given, *statistics = saved
     weight = module.get_parameter("weight")
-    axes = weight.dim()
     by_channel = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     if errors is None:  # there are no keys; this shows where the rows are
-        return [LayerSlots("", given, None, lead=1 if by_channel else given.dim() - axes)]
+        return [LayerSlots("", given, None, lead=1 if by_channel else given.dim() - weight.dim())]
     error = errors[0]
     if error is None:
         return []
     # PyTorch's kernels convert 16-bit inputs to float32 before they multiply
     computed_in = wide_enough(torch.promote_types(given.dtype, weight.dtype))
     normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
-    parts = error * normal
-    root_of_positions = math.sqrt(math.prod(error.shape[2:])) if by_channel else 1.0
-    key_terms = root_of_positions * _size_of_parts(module, error, parts, shift)
-    error_terms = root_of_positions * norm_of_tensor(error)
     if by_channel:
-        parts = _sum_over_positions(parts)
-        error = _sum_over_positions(error)
-    else:
-        parts = parts.flatten(-axes)
-        error = error.flatten(-axes)
+        return [_slots_by_channel(module, error, normal, shift)]
+    parts = error * normal
+    axes = weight.dim()
     slots = LayerSlots(
         "",
-        parts,
-        error,
-        key_terms=key_terms,
-        error_terms=error_terms,
+        parts.flatten(-axes),
+        error.flatten(-axes),
+        key_terms=norm_of_tensor(parts) + _size_of_shifts(module, error, shift),
         rounded_inside=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
     )
     return [slots]
 
 
-def _sum_over_positions(tensor: Tensor) -> Tensor:
-    """(rows, channels, …) → (rows, channels): one slot a row."""
-    return tensor.flatten(2).sum(2) if tensor.dim() > 2 else tensor
+def _slots_by_channel(module: nn.Module, error: Tensor, normal: Tensor, shift: Tensor | None) -> LayerSlots:
+    """One slot for each row: the terms of all its positions are summed. error, normal: (rows, channels, …)."""
+    by_position = error.to(normal.dtype).flatten(2) if error.dim() > 2 else error.to(normal.dtype).unsqueeze(2)
+    normal_by_position = normal.reshape(by_position.shape)
+    error_norms = torch.linalg.vector_norm(by_position, dim=2)
+    normal_norms = torch.linalg.vector_norm(normal_by_position, dim=2)
+    root_of_positions = math.sqrt(by_position.shape[2])
+    # By Cauchy-Schwarz, the absolute terms of a slot sum to at most the product of these norms
+    size_of_parts = norm_of_tensor(error_norms * normal_norms)
+    size_of_shifts = root_of_positions * _size_of_shifts(module, error, shift)
+    return LayerSlots(
+        "",
+        torch.linalg.vecdot(by_position, normal_by_position),
+        by_position.sum(2),
+        key_terms=size_of_parts + size_of_shifts,
+        error_terms=root_of_positions * norm_of_tensor(error_norms),
+    )
 
 
 def _running_statistics(module: nn.Module) -> tuple[Tensor, ...]:
@@ -257,13 +263,26 @@ def _normalised(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) 
         )
         return normal, (mean * scale).unsqueeze(2)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    if not statistics:
-        normal, mean, scale = torch.native_batch_norm(given, None, None, None, None, True, 0.0, module.eps)
-    else:
+    return _normalised_by_channel(given, statistics, module.eps)
+
+
+def _normalised_by_channel(given: Tensor, statistics: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """What a batch normalisation does, with running statistics or those of the batch; several times as fast as PyTorch's operation."""
+    by_position = given.flatten(2) if given.dim() > 2 else given.unsqueeze(2)
+    if statistics:
         mean, variance = (statistic.to(given.dtype) for statistic in statistics)
-        normal = F.batch_norm(given, mean, variance, None, None, False, 0.0, module.eps)
-        scale = (variance + module.eps).rsqrt()
-    return normal, (mean * scale).unsqueeze(1)
+        centred = by_position - mean.unsqueeze(1)
+    else:
+        # As PyTorch does, sum in float64: the sums are large where what is left of a gradient is small
+        count = by_position.shape[0] * by_position.shape[2]
+        sums = by_position.sum(2)
+        mean = (sums.sum(0, dtype=torch.float64) / count).to(given.dtype)
+        centred = by_position - mean.unsqueeze(1)
+        deviations = torch.linalg.vector_norm(centred, dim=2)
+        squares = deviations.to(torch.float64).square()
+        variance = (squares.sum(0) / count).to(given.dtype)
+    scale = (variance + eps).rsqrt().unsqueeze(1)
+    return centred.mul_(scale).reshape(given.shape), mean.unsqueeze(1) * scale
 
 
 def _by_mean(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -275,18 +294,17 @@ def _by_mean(module: nn.Module, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _size_of_parts(module: nn.Module, error: Tensor, parts: Tensor, shift: Tensor | None) -> float:
-    """A bound on the norm of the absolute terms of error × normalised input, however PyTorch computes it.
+def _size_of_shifts(module: nn.Module, error: Tensor, shift: Tensor | None) -> float:
+    """How much larger the absolute terms of error × normalised input may be than their products, however PyTorch computes them.
 
     Some of its kernels compute error × input / deviation and error × mean / deviation separately and subtract. The difference may be far
     smaller than both (a deviation far below the mean) or zero (one channel in a group); its rounding is not.
     """
-    size = norm_of_tensor(parts)
     if shift is None:
-        return size
+        return 0.0
     # |input| / deviation is at most |normalised input| + |mean| / deviation
-    shifts = _by_mean(module, error) * shift
-    return size + 2 * norm_of_tensor(shifts)
+    norms = torch.linalg.vector_norm(_by_mean(module, error), dim=-1, keepdim=True, dtype=shift.dtype)
+    return 2 * norm_of_tensor(norms * shift)
 
 
 # Recurrent layers
