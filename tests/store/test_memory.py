@@ -59,3 +59,15 @@ def test_batches_of_any_length_follow_each_other_in_memory():
     kept = [encode(one, "float32", pool, "layer") for one in given]
     assert len({id(one.slab) for one in kept}) == 1
     assert all(torch.equal(one.data, expected) for one, expected in zip(kept, given, strict=True))
+
+
+def test_shared_vectors_are_in_use_until_all_are_given_back():
+    pool = Pool(slab_bytes=32)  # one vector of 8 floats
+    vectors = encode(torch.randn(1, 8), "float32", pool, "x")
+    again = pool.share(vectors)
+    assert again.data.data_ptr() == vectors.data.data_ptr()
+    encode(torch.randn(1, 8), "float32", pool, "x")  # fills another slab
+    pool.give(vectors)
+    assert encode(torch.randn(1, 8), "float32", pool, "y").slab is not vectors.slab
+    pool.give(again)
+    assert encode(torch.randn(1, 8), "float32", pool, "z").slab is vectors.slab

@@ -1,6 +1,7 @@
 """Files that are checked as they are read, whole or stretch by stretch, as tensors and as arrays."""
 
 import gc
+import json
 
 import numpy as np
 import pytest
@@ -218,3 +219,49 @@ def test_arrays_that_are_not_those_that_were_written(written, kind, change):
     header = content[: 8 + int.from_bytes(content[:8], "little")]
     with pytest.raises(StoreDamagedError, match="its arrays are not those that were written"):
         opened(kind, path, File(len(content), checksum(header)))
+
+
+# Tensors that are the same memory
+
+
+@pytest.fixture
+def shared(tmp_path):
+    path = tmp_path / "shared.safetensors"
+    copied = TABLE.copy()
+    tensors = {
+        "first": [TABLE[:4], TABLE[4:]],
+        "again": [TABLE[:4], TABLE[4:]],
+        "copied": [copied],
+        "part": [TABLE[:4]],
+    }
+    return path, write(path, tensors)
+
+
+@KINDS
+def test_tensors_of_the_same_memory_are_stored_once(kind, shared):
+    path, file = shared
+    assert file.size < 3 * TABLE.nbytes + 2048
+    with safe_open(path, "numpy") as stored:
+        assert sorted(stored.keys()) == ["again", "copied", "part"]
+    read = opened(kind, path, file)
+    assert list(read) == ["again", "copied", "first", "part"]
+    assert "first" in read
+    assert read.shape("first") == TABLE.shape
+    assert read.dtype("first") == "F32"
+    assert np.array_equal(np.asarray(read["first"]), TABLE)
+    assert np.array_equal(np.concatenate([np.asarray(piece) for _, piece in read.stretches("first", 3)]), TABLE)
+
+
+@pytest.mark.parametrize("aliases", ['{"first": "nothing"}', '{"first": 3}', '{"again": "copied"}', "[]", "{}"])
+def test_another_name_must_be_that_of_a_stored_tensor(shared, aliases):
+    path, _ = shared
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"]["dualform.aliases"] = aliases
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    path.write_bytes(head + content[8 + length :])
+    with pytest.raises(StoreDamagedError):
+        opened(TensorFile, path, File(path.stat().st_size, checksum(head)))

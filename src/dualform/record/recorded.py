@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +115,14 @@ class CallSlots:
     shape: tuple[int, ...] = ()
     """Of feature maps: how many there are of each row, and their size."""
 
+    def source(self) -> Hashable | None:
+        """What tells calls that have the same keys, such as the query, key and value projections of an attention; None: it is not known."""
+        if self.layer.layer.form != "vectors" or len(self.arrival.saved) != 1:
+            return None
+        saved = self.arrival.saved[0]  # autograd keeps it as it was until the backward pass has ended
+        memory = (saved.device, saved.dtype, saved.data_ptr(), saved.shape, saved.stride())
+        return (*memory, self.keys.dtype, self.keys.shape, self.layout, id(self.arrival.visit.batch))
+
     def decoded_keys(self) -> Keys:
         """The keys as what they stand for."""
         assert self.errors is not None
@@ -181,7 +189,7 @@ class RecordedLayer:
         if errors is None:
             for _, parameter in self.uses:
                 parameter.share(task).audited = False
-            return self._keys_to_copy(call, slots.keys)
+            return self._keys_to_copy(call, slots.keys, source=slots.source())
         error_norms = torch.linalg.vector_norm(errors, dim=1)
         call.silent = silent_slots(errors, error_norms)
         if call.silent is not None and self.layer.form == "parts":
@@ -194,7 +202,7 @@ class RecordedLayer:
         for use, parameter in self.uses:
             if parameter.tensor.requires_grad:
                 parameter.add(task, use, keys, errors, error_size, key_size)
-        to_copy = self._keys_to_copy(call, slots.keys, key_norms)
+        to_copy = self._keys_to_copy(call, slots.keys, key_norms, slots.source())
         if self._store_as.keeps_errors and self.layer.outputs:
             to_copy.append((call, "errors", EncodeRequest(errors[:, list(self.layer.outputs)], self._error_name, None)))
         elif self._store_as.keeps_errors:
@@ -202,12 +210,13 @@ class RecordedLayer:
         return to_copy
 
     def _keys_to_copy(
-        self, call: Call, keys: Tensor, norms: Tensor | None = None
+        self, call: Call, keys: Tensor, norms: Tensor | None = None, source: Hashable | None = None
     ) -> list[tuple[Call, str, EncodeRequest]]:
         if self.layer.form == "numbers":
             call.keys = encode_numbers(keys)
             return []
-        return [(call, "keys", EncodeRequest(keys, self._key_name, norms, as_they_are=True))]
+        request = EncodeRequest(keys, self._key_name, norms, as_they_are=True, source=source)
+        return [(call, "keys", request)]
 
     def _new_call(self, task: int, slots: CallSlots) -> Call:
         visit = slots.arrival.visit

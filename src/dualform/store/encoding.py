@@ -8,7 +8,7 @@ unless it is 2²⁹ times smaller than the norm of its vector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,8 @@ class EncodeRequest:
     as_they_are: bool = False
     """Do not scale vectors whose norm is from 1 to 2¹⁵: an element is then off by 2⁻¹¹ of itself or by 2⁻²⁵, whichever is
     more. For keys."""
+    source: Hashable | None = None
+    """Requests of one source ask for the same numbers: they are copied once. None: nothing is known of it."""
 
 
 def encode(
@@ -101,6 +103,29 @@ def encode(
 
 def encode_all(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None = None) -> list[Encoded]:
     """Encode several at once: a call on the few numbers of one takes as long as one on all of them."""
+    first_of: dict[Hashable, int] = {}
+    distinct: list[EncodeRequest] = []
+    places: list[int] = []
+    for request in requests:
+        place = len(distinct)
+        if request.source is not None:
+            place = first_of.setdefault(request.source, place)
+        if place == len(distinct):
+            distinct.append(request)
+        places.append(place)
+    encoded = _encode_distinct(distinct, dtype, pool)
+    taken: set[int] = set()
+    given: list[Encoded] = []
+    for place in places:
+        vectors = encoded[place]
+        if place in taken and pool is not None:
+            vectors = pool.share(vectors)
+        taken.add(place)
+        given.append(vectors)
+    return given
+
+
+def _encode_distinct(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None) -> list[Encoded]:
     for request in requests:
         _to_cpu_floats(request, scaled=dtype == "float16")
     targets = [_target(request, TORCH[dtype], pool) for request in requests]

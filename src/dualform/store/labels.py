@@ -13,6 +13,8 @@ from dualform.store.format import Chunk, Manifest, Totals, checksum, compact_jso
 
 LABEL = "dualform"
 """The name of the label in a file's metadata."""
+ALIASES = "dualform.aliases"
+"""The name of the list of tensors that are stored under another name, in the same metadata."""
 DIRECTORY = "dualform.directory"
 """The name of the checksum, in the metadata of a safetensors file, of which tensors it has."""
 

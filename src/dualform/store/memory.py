@@ -77,6 +77,14 @@ class Pool:
             slab = self._filling[name] = self._slab(count, width, dtype)
         return slab.take(count)
 
+    def share(self, vectors: Encoded) -> Encoded:
+        """Return the same vectors once more, to be given back apart from the others."""
+        slab = vectors.slab
+        if slab is None:
+            return vectors
+        slab.out += 1
+        return slab.part(vectors.first, vectors.count)
+
     def give(self, *vectors: Encoded | None) -> None:
         """Give back vectors that are no longer needed; from any thread."""
         self._given.extend([one for one in vectors if one is not None and one.slab is not None])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from dualform.errors import StoreDamagedError
 from dualform.layers.streams import MOST
 from dualform.store.files import BLOCK, DIRECT_FROM, Array, Bytes, Files, WritableFiles, address
 from dualform.store.format import File, checksum, shortened
-from dualform.store.labels import DIRECTORY, LABEL
+from dualform.store.labels import ALIASES, DIRECTORY, LABEL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,18 +44,23 @@ def write_tensors(
     """Write and flush a file; the pieces of a tensor are joined along their first axis. label: see store/labels.py.
 
     Tensors of whole blocks come first, so that each begins at one, the others by the size of their elements, so that each is aligned.
+    Tensors that are the same memory are written once: the others are names for the first of them.
     """
+    aliases = _aliases(tensors)
+    tensors = {tensor: pieces for tensor, pieces in tensors.items() if tensor not in aliases}
     sizes = {tensor: sum(piece.nbytes for piece in pieces) for tensor, pieces in tensors.items()}
     order = sorted(tensors, key=lambda one: (sizes[one] % BLOCK > 0, -tensors[one][0].dtype.itemsize, one))
     metadata = dict.fromkeys(order, checksum(b""))  # placeholders, as long as the checksums to come
     if label is not None:
         metadata[LABEL] = label
+    if aliases:
+        metadata[ALIASES] = json.dumps(aliases)
     header: Header = {"__metadata__": metadata}
     size = 0
     for tensor in order:
         header[tensor] = _description(tensors[tensor], size, size + sizes[tensor])
         size += sizes[tensor]
-    metadata[DIRECTORY] = _directory(header)
+    metadata[DIRECTORY] = _directory(header, aliases)
     unit = BLOCK if size >= DIRECT_FROM else 8
     with files.create(name, len(_header_bytes(header, unit)), size) as output:
         for tensor in order:
@@ -73,10 +78,25 @@ def _description(pieces: Sequence[Array], begin: int, end: int) -> dict[str, Any
     return {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [begin, end]}
 
 
-def _directory(header: Header) -> str:
+def _aliases(tensors: Mapping[str, Sequence[Array]]) -> dict[str, str]:
+    """Return the tensors whose memory is that of another one, by name, with the name of that one."""
+    aliases: dict[str, str] = {}
+    names: dict[tuple[Hashable, ...], str] = {}
+    for name, pieces in sorted(tensors.items()):
+        if not any(piece.size for piece in pieces):
+            continue
+        memory = tuple((piece.ctypes.data, piece.shape, piece.strides, piece.dtype.name) for piece in pieces)
+        first = names.setdefault(memory, name)
+        if first != name:
+            aliases[name] = first
+    return aliases
+
+
+def _directory(header: Header, aliases: Mapping[str, str]) -> str:
     """Return a checksum of the tensors' names, types and shapes: one that is missing or cut short is noticed, even if nobody counts it."""
     names = sorted(name for name in header if name != "__metadata__")
-    described = [[name, header[name]["dtype"], header[name]["shape"]] for name in names]
+    described: list[list[Any]] = [[name, header[name]["dtype"], header[name]["shape"]] for name in names]
+    described += [[name, aliases[name]] for name in sorted(aliases)]
     return checksum(json.dumps(described, separators=(",", ":")).encode())
 
 
@@ -96,7 +116,7 @@ class CheckedFile(ABC, Generic[A]):
         """What messages call it."""
         header = _read_header(files, name, file)
         self._data_begin = len(header)
-        self._arrays, self._checksums = _parse_header(files, name, header, file)
+        self._arrays, self._checksums, self._aliases = _parse_header(files, name, header, file)
         self.label = self._checksums.pop(LABEL, None)
         """Which run the file belongs to, and where in it (store/labels.py); None: it does not say."""
         self._checked: dict[str, A] = {}
@@ -106,18 +126,22 @@ class CheckedFile(ABC, Generic[A]):
             raise StoreDamagedError(f"{self.path} was replaced while it was being opened.")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._arrays
+        return name in self._arrays or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._arrays))
+        return iter(sorted([*self._arrays, *self._aliases]))
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name under which an array is stored."""
+        return self._aliases.get(name, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array, as the header has it."""
-        return tuple(self._arrays[name]["shape"])
+        return tuple(self._arrays[self._stored_name(name)]["shape"])
 
     def dtype(self, name: str) -> str:
         """Return the type of an array, as the header has it."""
-        return str(self._arrays[name]["dtype"])
+        return str(self._arrays[self._stored_name(name)]["dtype"])
 
     @staticmethod
     @abstractmethod
@@ -131,6 +155,7 @@ class CheckedFile(ABC, Generic[A]):
 
     def __getitem__(self, name: str) -> A:
         """Return an array, mapped: pages are read as they are used."""
+        name = self._stored_name(name)
         if name not in self._checked:
             array = self._unchecked(name)
             self._compare(name, checksum(self._bytes(array)))
@@ -143,6 +168,7 @@ class CheckedFile(ABC, Generic[A]):
         The checksum is computed meanwhile, so that an array larger than memory is read once: damage is raised in the place of the
         last stretch.
         """
+        name = self._stored_name(name)
         array = self._unchecked(name)
         total = xxhash.xxh3_64()
         for low in range(0, max(1, len(array)), rows):
@@ -204,7 +230,7 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 def read_label(files: Files, name: str, file: File) -> str | None:
     """Return the label of a file, from its header alone."""
-    _, metadata = _parse_header(files, name, _read_header(files, name, file), file)
+    _, metadata, _ = _parse_header(files, name, _read_header(files, name, file), file)
     return metadata.get(LABEL)
 
 
@@ -234,15 +260,15 @@ def _header_of(files: Files, name: str, size: int) -> bytes:
     return start[:length]
 
 
-def _parse_header(files: Files, name: str, header: bytes, file: File) -> tuple[Header, dict[str, str]]:
-    """Return the arrays that a header describes, and its metadata."""
+def _parse_header(files: Files, name: str, header: bytes, file: File) -> tuple[Header, dict[str, str], dict[str, str]]:
+    """Return the arrays that a header describes, its metadata, and other names of arrays."""
     try:
         return _arrays_and_metadata(header[8:], file.size - len(header))
     except (ValueError, RecursionError) as error:
         raise StoreDamagedError(f"{address(files, name)} is damaged: {error}.") from None
 
 
-def _arrays_and_metadata(text: bytes, data_size: int) -> tuple[Header, dict[str, str]]:
+def _arrays_and_metadata(text: bytes, data_size: int) -> tuple[Header, dict[str, str], dict[str, str]]:
     """Parse a header. Raises ValueError if it does not fit data of this size."""
     header = json.loads(text)
     if not isinstance(header, dict):
@@ -257,9 +283,21 @@ def _arrays_and_metadata(text: bytes, data_size: int) -> tuple[Header, dict[str,
         end = array_end
     if end != data_size:
         raise ValueError(f"its arrays take {end:,} bytes, there are {data_size:,}")
-    if metadata.pop(DIRECTORY, None) != _directory(header):
+    aliases = _checked_aliases(metadata.pop(ALIASES, "{}"), header)
+    if metadata.pop(DIRECTORY, None) != _directory(header, aliases):
         raise ValueError("its arrays are not those that were written")
-    return header, metadata
+    return header, metadata, aliases
+
+
+def _checked_aliases(text: str, header: Header) -> dict[str, str]:
+    """Parse the other names of arrays."""
+    aliases = json.loads(text)
+    if not isinstance(aliases, dict):
+        raise ValueError("the other names of its arrays are no JSON object")
+    for name, stored in aliases.items():
+        if name in header or not isinstance(stored, str) or stored not in header:
+            raise ValueError(f"the array {name!r} is another name of an array that is not there")
+    return aliases
 
 
 def _checked_range(name: str, array: object) -> tuple[int, int, str]:
