@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
+from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described, in_short
@@ -86,6 +87,7 @@ def record(
     dropped, and the weights are compared with what the store says they were.
     queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
     """
+    require_polars()
     for name, given, allowed in (
         ("dtype", dtype, (None, *store.DTYPES)),
         ("keep", keep, store.KEEPS),
