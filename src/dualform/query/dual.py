@@ -57,7 +57,7 @@ def open(
     Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
-    files = files_at(path) if isinstance(path, (str, os.PathLike)) else path
+    files = path if isinstance(path, Files) else files_at(path)
     store = Store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
