@@ -5,7 +5,10 @@ import sys
 import types
 import typing
 
-from dualform import errors
+from dualform import (
+    errors,
+    forked,  # noqa: F401  (imported before Polars, so that it can tell whether somebody else has done so, perhaps before a fork)
+)
 from dualform.version import __version__
 
 if typing.TYPE_CHECKING:

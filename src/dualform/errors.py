@@ -14,6 +14,7 @@ DualformError
 │   ├── StoreChangedError                  resumed, overwritten or removed since it was opened
 │   ├── StoreVersionError                  written by a newer format
 │   └── WriterError                        writing failed (a full disk, …)
+├── ForkedError (RuntimeError)             a forked process in which Polars would wait for ever
 ├── DataError (OSError)                    a dataset is missing, or not what it should be
 ├── StudyError (ValueError)                evaluate: how to train again, or what to judge by, does not fit
 └── QuestionError (ValueError)             a question that makes no sense as asked
@@ -83,6 +84,10 @@ class StoreVersionError(StoreError):
 
 class WriterError(StoreError):
     """Writing failed; what was sealed before stays readable."""
+
+
+class ForkedError(DualformError, RuntimeError):
+    """This process was forked from one that had used Polars, whose threads do not survive a fork."""
 
 
 class DataError(DualformError, OSError):

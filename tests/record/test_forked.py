@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import dualform
+from dualform import forked
 from dualform.errors import RecordingError
 from training import network, samples, sgd
 
@@ -138,6 +139,7 @@ def test_a_recorder_refuses_to_work_in_a_child(tmp_path, settings):
         assert said.startswith("RecordingError: the recorder of ")
         assert f"belongs to process {os.getpid()} and was used in process" in said
         assert "Use it in the process that called dualform.record()" in said
+        assert 'start that by the method "spawn" or "forkserver"' in said
         assert seconds < 5
     run.optimizer.step()
     recorder.close()
@@ -218,3 +220,94 @@ def test_the_end_of_a_child_process_changes_nothing(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "run")], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["not yet, or killed: what is sealed is here", "closed"]
+
+
+# Polars in forked children
+
+
+def questions(path):
+    """What a child may ask: each opens a recording anew, or uses what its parent has opened."""
+    dual = dualform.open(path, network())
+    answer = dual.attend(INPUTS[:1])["2"]
+    return {
+        "open": lambda: dualform.open(path),
+        "build_totals": lambda: dualform.build_totals(path, "label"),
+        "rows": lambda: dual.rows,
+        "attend": lambda: dual.attend(INPUTS[:1]),
+        "top": lambda: answer.top(1, by="sample_id"),
+        "total": lambda: answer.total("sample_id"),
+        "verify": dual.verify,
+        "masked": lambda: dual.masked(drop="sample_id = 1"),
+    }
+
+
+def test_a_child_of_a_process_that_used_polars_is_refused_at_once(tmp_path):
+    run = Recorded(tmp_path / "run")
+    with run.recorder:
+        run.step()
+    work = questions(tmp_path / "run")
+    work["record"] = lambda: Recorded(tmp_path / "new")
+    work["resume"] = lambda: dualform.record(run.model, run.optimizer, tmp_path / "run", resume=True)
+    for name, ask in work.items():
+        said, seconds = used_in_a_child(ask)
+        assert said.startswith("ForkedError: process "), (name, said)
+        assert "was forked from one that had used Polars" in said
+        assert '"spawn" or "forkserver"' in said
+        assert seconds < 5
+    assert not (tmp_path / "new").exists()
+    assert dualform.open(tmp_path / "run").verify().passed
+
+
+RECORD_IN_A_CHILD = """
+import os, sys, torch
+{parent}
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        import dualform
+        from dualform.errors import ForkedError
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dualform.record(model, optimizer, sys.argv[1]) as recorder:
+            recorder.batch(sample_id=[0, 1])
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+        assert dualform.open(sys.argv[1]).verify().passed
+        status = 0
+    except ForkedError:
+        status = 2
+    finally:
+        os._exit(status)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+WORKS, REFUSED = "0", "2"
+
+
+@pytest.mark.parametrize(
+    ("parent", "expected"),
+    [
+        ("", WORKS),
+        ("import polars", WORKS),
+        ("import dualform.record, dualform.query.dual", WORKS),
+        ("import polars; polars.Series([1]).unique()", REFUSED),
+        ("import dualform, polars; polars.Series([1]).unique()", REFUSED),
+        ("import polars, dualform; polars.Series([1]).unique()", REFUSED),
+    ],
+)
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_a_child_is_refused_only_where_it_would_hang(tmp_path, parent, expected, threads):
+    """Polars' threads must have begun in the parent: importing it begins none. They may be the user's, from before dualform was imported."""
+    code = RECORD_IN_A_CHILD.format(parent=parent)
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "POLARS_MAX_THREADS": threads}
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize(("is_used", "expected"), [(False, "nothing was raised"), (True, "ForkedError")])
+def test_where_threads_have_no_names_what_dualform_has_used_counts(monkeypatch, tmp_path, is_used, expected):
+    monkeypatch.setattr(forked, "TASKS", tmp_path / "absent")
+    monkeypatch.setattr(forked._Checked, "is_used", is_used)
+    said, _ = used_in_a_child(forked.require_polars)
+    assert said.startswith(expected)

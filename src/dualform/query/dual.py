@@ -21,6 +21,7 @@ from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.weights import Reached
 from dualform.errors import InexactWarning, NotRecordedError, QuestionError
+from dualform.forked import require_polars
 from dualform.layers.streams import Layer
 from dualform.progress import Progress
 from dualform.query.attention import LayerAttention
@@ -56,7 +57,7 @@ def open(
     Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
-    files = files_at(path) if isinstance(path, (str, os.PathLike)) else path
+    files = path if isinstance(path, Files) else files_at(path)
     store = Store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
@@ -69,7 +70,7 @@ class Dual:
     """
 
     def __init__(self, store: Store, model: nn.Module | None, end: int, executor: Executor | None = None):
-        self.store = store
+        self._store = store
         self.end_step = end
         self._model = model
         self._network = Network(store, model)
@@ -79,6 +80,12 @@ class Dual:
         is_empty = not self.store.end_step and self.store.manifest.ended is None
         why = " (nothing is sealed yet: is its recorder still open?)" if is_empty else ""
         return f"Dual({self.store.location!r}, after {self.end_step} steps{why}, layers {self.layers})"
+
+    @property
+    def store(self) -> Store:
+        """The recording on disk. Its tables are those of Polars, which a forked process may not have."""
+        require_polars()
+        return self._store
 
     # What was recorded
 

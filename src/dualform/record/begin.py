@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
+from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
 from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described, in_short
@@ -26,6 +27,7 @@ from dualform.record.recorder import Recorder
 from dualform.record.recording import Recording, Settings
 from dualform.record.steps import StepBuilder
 from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
+from dualform.record.unsupported import refuse_unsupported
 from dualform.store import format as store
 from dualform.store.files import files_at
 from dualform.store.lock import prepare
@@ -86,6 +88,7 @@ def record(
     dropped, and the weights are compared with what the store says they were.
     queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
     """
+    require_polars()
     for name, given, allowed in (
         ("dtype", dtype, (None, *store.DTYPES)),
         ("keep", keep, store.KEEPS),
@@ -95,13 +98,13 @@ def record(
     ):
         if given not in allowed:
             raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
+    refuse_unsupported(model, optimizer)
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
     if curvature and keep != "slots":
         raise RecordingError(
             f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
         )
-    refuse_model(model)
     outer = model
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     several = optimizers.listed(optimizer)
@@ -194,16 +197,6 @@ def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[
                 f"{', '.join(repr(one.name) for one in modules)}."
             )
     return axes
-
-
-def refuse_model(model: nn.Module) -> None:
-    """Refuse models that run as something else than themselves."""
-    wrapped = [m for m in model.modules() if isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel))]
-    if wrapped:
-        raise RecordingError(
-            f"{type(wrapped[0]).__name__} runs copies of the model, whose slots would have to be put together: not recorded yet. Train "
-            f"with a single process and device, record(model.module, …)."
-        )
 
 
 def private_seed() -> int:

@@ -108,6 +108,10 @@ NOT_LINEAR = {
 }
 
 
+HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of the function that PyTorch wraps around every step(), for its hooks."""
+
+
 def replay_for(optimizer: Optimizer) -> Replay | None:
     """The replay of an optimizer, or None: its update is not known to be a linear recursion."""
     for kind, replay in OPTIMIZERS.items():
@@ -117,8 +121,15 @@ def replay_for(optimizer: Optimizer) -> Replay | None:
 
 
 def _inherits_update(subclass: type[Optimizer], kind: type[Optimizer]) -> bool:
-    own = {name for parent in subclass.__mro__[: subclass.__mro__.index(kind)] for name in vars(parent)}
-    return not own & {"step", "_init_group"}
+    same_step = _without_hooks(subclass.step) is _without_hooks(kind.step)
+    return same_step and getattr(subclass, "_init_group", None) is getattr(kind, "_init_group", None)
+
+
+def _without_hooks(step: Any) -> Any:
+    """The function that a class defines. PyTorch wraps it at the first instance, for a subclass that inherits it perhaps once more."""
+    while getattr(step, "__code__", None) is HOOKED:
+        step = step.__wrapped__
+    return step
 
 
 def unwrapped(optimizer: object) -> object:

@@ -276,7 +276,8 @@ class Recording:
         raise RecordingError(
             f"the recorder of {self.path} belongs to process {self._process} and was used in process {os.getpid()}, a forked child of "
             f"it (a DataLoader worker, say), where its writer does not run. Use it in the process that called dualform.record(); "
-            f"to record a training in the child, call dualform.record() there, with a folder of its own."
+            f'to record a training in a child, start that by the method "spawn" or "forkserver" and call dualform.record() there, with a '
+            f"folder of its own."
         )
 
     def _guarded(self, work: Callable[..., object], *given: Any) -> bool:

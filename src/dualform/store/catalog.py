@@ -21,6 +21,7 @@ from dualform.errors import (
     StoreMissingError,
     UnknownLayerError,
 )
+from dualform.forked import require_polars
 from dualform.layers.streams import Layer
 from dualform.store.consistency import check_manifest, table_limit
 from dualform.store.files import Files, address
@@ -80,7 +81,7 @@ class Catalog:
 
     def _use(self, manifest: Manifest) -> None:
         """Take a manifest for that of the store, if it fits itself and the files."""
-        self.manifest = _padded(manifest)
+        self._manifest = _padded(manifest)
         self._labels = Labels(self.manifest)
         try:
             check_manifest(self.manifest)
@@ -89,6 +90,12 @@ class Catalog:
         for name, file in self.manifest.files():
             with self._explaining(name):
                 self._check_size(name, file)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store holds. Every question asks for it, so here is where a forked process is refused."""
+        require_polars()
+        return self._manifest
 
     def cached(self, key: Hashable, compute: Callable[[], T], end_step: int | None = None) -> T:
         """Return what `compute` returned the first time. end_step: the step that it is about; None: it holds for the whole store.

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import shutil
 import stat
 import sys
@@ -24,7 +25,14 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from dualform.errors import DualformError, StoreDamagedError, StoreError, StorePermissionError, WriterError
+from dualform.errors import (
+    DualformError,
+    StoreDamagedError,
+    StoreError,
+    StoreMissingError,
+    StorePermissionError,
+    WriterError,
+)
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -39,6 +47,8 @@ JOINED = 64 << 10
 """Smaller pieces are joined to this size first: a call for each would cost more than their bytes."""
 DIRECT_FROM = 1 << 20
 """Smaller files are written through the page cache."""
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""How addresses begin: s3://, https://, file://."""
 PIECES = 512
 """At most this many pieces go into one call."""
 
@@ -53,6 +63,7 @@ class Output(Protocol):
         """Write the header, and wait until everything is on the disk."""
 
 
+@runtime_checkable
 class Files(Protocol):
     """The files of one store, to be read by their names in it: `manifest.json`, `chunk-000000/rows.parquet`.
 
@@ -108,7 +119,35 @@ def address(files: Files, name: str) -> str:
 
 def files_at(path: str | os.PathLike[str]) -> LocalFiles:
     """Return the files of the store at this path. Every path that a user gives comes through here."""
+    _check_path(path)
     return LocalFiles(path)
+
+
+def _check_path(path: object) -> None:
+    """Refuse what cannot be, or cannot have been meant as, the path of a folder."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise StoreError(
+            f"the path of a recording is of type {type(text).__name__}; expected a str or a pathlib.Path that names a folder."
+        )
+    if not text:
+        raise StoreError('the path of a recording is empty; expected a folder, for example "runs/mnist".')
+    if "\0" in text:
+        raise StoreError(f"{text!r} contains a null byte, which no file system allows in a path. Choose another path.")
+    if not _is_unicode(text):
+        raise StoreError(f"{text!r} is not valid Unicode, which PyTorch expects of a path. Choose another path.")
+    if ADDRESS.match(text):
+        raise StoreError(
+            f"{text} is an address, but recordings are folders on this machine. Record into a folder and copy that, or open a copy."
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class LocalFiles:
@@ -127,6 +166,10 @@ class LocalFiles:
         try:
             return os.listdir(self.folder)
         except FileNotFoundError:
+            if self.folder.is_symlink():
+                raise StoreMissingError(
+                    f"{self.folder} is a symbolic link to a folder that does not exist. Create that folder, or choose another path."
+                ) from None
             return []
 
     def size(self, name: str) -> int:
@@ -379,6 +422,8 @@ CURES = {
     errno.EMFILE: "Too many files are open: close some recordings, or raise the limit (ulimit -n).",
     errno.ENFILE: "Too many files are open on this machine: close other programs.",
     errno.ENOMEM: "There is not enough memory: close other programs.",
+    errno.ENAMETOOLONG: "The path is too long: choose a shorter one.",
+    errno.ELOOP: "Its symbolic links lead in a circle: remove them, or choose another path.",
     errno.EIO: "The disk reports an error: check it, and work on a copy on another disk.",
 }
 """How to mend what the system complains about."""

@@ -104,7 +104,9 @@ def prepare(files: WritableFiles, *, overwrite: bool) -> None:
             names = files.list()
     except StoreError as error:
         if isinstance(error.__cause__, NotADirectoryError):
-            raise StoreExistsError(f"{location} is a file; a recording is a folder. Choose another path.") from None
+            raise StoreExistsError(
+                f"{location} is a file, or within one; a recording is a folder. Choose another path."
+            ) from None
         raise
     if not names:
         return
