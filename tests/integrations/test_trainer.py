@@ -16,6 +16,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallba
 import dualform
 from dualform.errors import RecordingError
 from dualform.integrations.transformers import record
+from dualform.store.samples import SAMPLES
 from halves import require
 
 pytestmark = [
@@ -179,6 +180,23 @@ def test_resumed_from_a_checkpoint(tmp_path):
     dual = assert_proved(tmp_path / "run", second.model)
     assert dual.log["global_step"].to_list() == list(range(1, 11))
     assert dual.rows["sample_id"].value_counts()["count"].unique().to_list() == [2]
+
+
+def test_texts_when_a_run_is_resumed(tmp_path):
+    """The table is written again; a dataset whose texts have changed is refused before the recording is touched."""
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    first = make_trainer(tmp_path, callbacks=[StopAfter(3)], **settings)
+    record(first, tmp_path / "run", columns=["text"]).train()
+    changed = make_trainer(tmp_path, dataset=tokens().map(lambda one: {"text": one["text"].upper()}), **settings)
+    with pytest.raises(RecordingError, match="sample 0 had another text when it was recorded"):
+        record(changed, tmp_path / "run", columns=["text"]).train(resume_from_checkpoint=True)
+    assert dualform.open(tmp_path / "run").samples["text"].to_list() == tokens()["text"][:]
+    (tmp_path / "run" / SAMPLES).unlink()  # as if the process had been killed before it was written
+    second = make_trainer(tmp_path, **settings)
+    record(second, tmp_path / "run", columns=["text"]).train(resume_from_checkpoint=True)
+    dual = assert_proved(tmp_path / "run", second.model)
+    assert dual.samples["text"].to_list() == tokens()["text"][:]
+    assert dual.end_step == 10
 
 
 class StopAfter(TrainerCallback):

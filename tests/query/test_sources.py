@@ -220,7 +220,7 @@ def test_texts_from_the_table_of_samples(tmp_path):
 
     run = documents.train(tmp_path / "run", epochs=2)
     table = pl.DataFrame({"sample_id": range(10), "text": [text.upper() for text in documents.DOCUMENTS]})
-    write_samples(run.dual.store.files, table)
+    write_samples(run.dual.store.files, run.dual.store.manifest.run, table)
     found = ask(run, k=2)
     assert found.texts == [documents.DOCUMENTS[number].upper() for number in found.frame["sample_id"]]
 

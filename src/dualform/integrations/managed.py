@@ -16,9 +16,11 @@ from dualform.errors import RecordingError
 from dualform.query.dual import open as open_run
 from dualform.record import Recorder, record
 from dualform.record.choose import EXCLUDED
+from dualform.store.catalog import Catalog
 from dualform.store.files import files_at
+from dualform.store.format import read_manifest
 from dualform.store.reader import Store
-from dualform.store.samples import write_samples
+from dualform.store.samples import with_earlier, write_samples
 
 GLOBAL_STEP = "global_step"
 """The framework's own count of steps, logged beside each recorded step: after a scaler's overflow it counts a step that never was."""
@@ -51,6 +53,9 @@ class ManagedRecording:
             excluded = [excluded]
         if not isinstance(excluded, Mapping):
             excluded = dict.fromkeys(excluded, EXCLUDED)
+        samples = self._samples
+        if samples is not None and resume is not False:
+            samples = with_earlier(samples, Catalog(files_at(self.path)).samples())
         self.recorder = record(
             model,
             optimizers,
@@ -58,8 +63,9 @@ class ManagedRecording:
             **{**self._options, "exclude": {**excluded, **(left_out or {})}},
             resume=resume,
         )
-        if self._samples is not None:
-            write_samples(files_at(self.path), self._samples)
+        if samples is not None:
+            files = files_at(self.path)
+            write_samples(files, read_manifest(files).run, samples)
         return self.recorder
 
     def batch(self, columns: Mapping[str, Any]) -> None:

@@ -42,7 +42,6 @@ from dualform.query.sources import Sources, Texts, rank_documents
 from dualform.query.targets import Target, TargetReader, predicts_next_token
 from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
-from dualform.store.samples import read_samples
 
 COUNTERS = ("step", "mu_product")
 """Numbers among the tensors of an optimizer's state."""
@@ -103,7 +102,7 @@ class Dual:
     @property
     def samples(self) -> pl.DataFrame | None:
         """What is known of each sample, such as its text, one line for each `sample_id`; None if that was not kept."""
-        return read_samples(self.store.files)
+        return self.store.samples()
 
     @property
     def log(self) -> pl.DataFrame:

@@ -39,6 +39,7 @@ from dualform.store.format import (
 )
 from dualform.store.labels import LABEL, Label, Labels, require_equal, require_session, totals_about
 from dualform.store.parquet import describe
+from dualform.store.samples import SAMPLES, read_samples
 from dualform.store.tables import row_types
 from dualform.store.tensors import CheckedFile, read_label
 
@@ -219,6 +220,11 @@ class Catalog:
                 f"{address(self.files, name)} is damaged: its columns are not those of the manifest."
             )
         return table
+
+    def samples(self) -> pl.DataFrame | None:
+        """Return the table of samples; None if the run has none."""
+        with self._explaining(SAMPLES):
+            return read_samples(self.files, self.manifest.run)
 
     def grouping(self, columns: Collection[str], step: int, *, deltas: bool, subset: bool = False) -> int | None:
         """The number of a grouping by just these columns (or, with subset, by more), of just this moment; None if there is none.
