@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.arrays import Bools
 from dualform.errors import RecordingError
 from dualform.layers.streams import Layer
 from dualform.store import records
@@ -212,7 +213,7 @@ def _rounded(updates: Sequence[tuple[int, records.Update, int]]) -> Rounded | No
     return Rounded(units, rests)
 
 
-def _written(blocks: Sequence[records.Block]) -> records.Bools | None:
+def _written(blocks: Sequence[records.Block]) -> Bools | None:
     """(slots,): which slots of some blocks wrote something; None: all of them, as far as is known."""
     if all(block.silent is None for block in blocks):
         return None

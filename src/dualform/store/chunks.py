@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import filterfalse, groupby
-from typing import Any
 
 import numpy as np
 import xxhash
 
+from dualform.arrays import Array, Ints
 from dualform.store.encoding import Encoded
-from dualform.store.files import Array
 from dualform.store.format import BLOCK_FIELDS
 from dualform.store.records import Block, Step
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = dict[str, Sequence[Array]]
 """Tensors by name, each in pieces."""
 
