@@ -50,6 +50,11 @@ class Block:
     """(slots,): which slots wrote nothing, because their error signal is zero (padding, ignored labels). None: no slot is
     silent, or the error signals were never computed."""
 
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return self.rows * self.positions
+
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
         pool.give(self.keys, self.errors)
