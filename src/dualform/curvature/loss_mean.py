@@ -68,7 +68,7 @@ def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
             rows=block.rows,
             layer=block.layer,
             arrival=block.arrival,
-            written=block.rows * block.positions - silent,
+            written=block.slots - silent,
         )
         calls.append(call)
     return table_of_calls(calls)

@@ -37,7 +37,7 @@ class OnlineCurvature:
     def _count(self, step: Step, layers: list[Layer]) -> None:
         loss_divisors = divisors(calls_of_blocks(step.blocks), RECORDED_MEAN)
         for block, divided_by in zip(step.blocks, loss_divisors.tolist(), strict=True):
-            if block.errors is None or not block.rows * block.positions:
+            if block.errors is None or not block.slots:
                 continue
             layer = layers[block.layer]
             sums = self._sums.setdefault(block.layer, [Sums(linear_map) for linear_map in linear_maps(layer)])

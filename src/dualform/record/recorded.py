@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from dualform.arrays import Bools
 from dualform.errors import DualformError
 from dualform.layers.keys import Keys, Maps, Numbers, Vectors, keys_of
 from dualform.layers.rows import Layout
@@ -24,7 +25,7 @@ from dualform.record.forward_pass import ForwardPass
 from dualform.record.parameters import RecordedParameter, norm_of_rows
 from dualform.store.encoding import Encoded, EncodeRequest, encode_numbers
 from dualform.store.memory import Pool
-from dualform.store.records import Block, Bools
+from dualform.store.records import Block
 
 CONSUMED = 64
 """How many backward passes of earlier steps a layer remembers, to say so if one of them is used again."""

@@ -15,6 +15,7 @@ from types import FrameType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.arrays import Array
 from dualform.errors import UnexplainedError
 from dualform.projection import Projected, wide_enough
 from dualform.record import audit
@@ -325,6 +326,6 @@ def _share_factors(audited: list[_Audited]) -> None:
             one.verdict = audit.explain_rounding(one.shares, one.seen, one.parameter.roundoff)
 
 
-def _copied(gradient: Tensor, times: float) -> records.Array:
-    own: records.Array = gradient.detach().cpu().to(wide_enough(gradient.dtype), copy=True).numpy()
+def _copied(gradient: Tensor, times: float) -> Array:
+    own: Array = gradient.detach().cpu().to(wide_enough(gradient.dtype), copy=True).numpy()
     return own if times == 1 else own * times

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.arrays import Bools
 from dualform.errors import RecordingError
 from dualform.layers.streams import Layer
 from dualform.store import records
@@ -153,7 +154,7 @@ class OnlineTotals:
         return [self._piece(blocks, layer)] if blocks else []
 
     def _piece(self, blocks: list[tuple[int, records.Block]], layer: Layer) -> Piece:
-        counts = np.array([b.rows * b.positions for _, b in blocks])
+        counts = np.array([b.slots for _, b in blocks])
         dtype = torch.float64 if self._wide else torch.float32
         errors = [decode(b.errors.data, b.errors.exponents, dtype) for _, b in blocks if b.errors is not None]
         return Piece(
@@ -212,11 +213,11 @@ def _rounded(updates: Sequence[tuple[int, records.Update, int]]) -> Rounded | No
     return Rounded(units, rests)
 
 
-def _written(blocks: Sequence[records.Block]) -> records.Bools | None:
+def _written(blocks: Sequence[records.Block]) -> Bools | None:
     """(slots,): which slots of some blocks wrote something; None: all of them, as far as is known."""
     if all(block.silent is None for block in blocks):
         return None
-    every = [np.ones(b.rows * b.positions, np.bool_) if b.silent is None else ~b.silent for b in blocks]
+    every = [np.ones(b.slots, np.bool_) if b.silent is None else ~b.silent for b in blocks]
     return np.concatenate(every)
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import filterfalse, groupby
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import xxhash
 
+from dualform.arrays import Array, Ints
 from dualform.store.encoding import Encoded
-from dualform.store.files import Array
-from dualform.store.format import BLOCK_FIELDS
 from dualform.store.records import Block, Step
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = dict[str, Sequence[Array]]
 """Tensors by name, each in pieces."""
+StepBlock = tuple[int, Block]
+"""A block, and the number of its step."""
 
 PATIENCE = 1_000_000
 """After this many keys that hardly ever came again (augmented data), a layer's keys are no longer compared."""
@@ -35,106 +35,62 @@ class EqualKeys:
         self._gave_up = False
 
     def learn(self, keys: Encoded, first: int) -> None:
-        """Take note of keys that are stored already, from number `first` on."""
+        """Remember keys that are stored already, from number `first` on."""
+        for number, digest in enumerate(_digests(keys), first):
+            self._numbers.setdefault(digest, number)
+
+    def number(self, keys: Encoded) -> tuple[Ints, Ints]:
+        """Return the number of each key, (n,), and the places of those that are not stored yet."""
+        if self._gave_up:
+            all_places = np.arange(keys.count)
+            return self.number_as_new(keys.count), all_places
+        numbers = []
+        new_places = []
         for place, digest in enumerate(_digests(keys)):
-            self._numbers.setdefault(digest, first + place)
-
-    def number(self, keys: Encoded, *, may_repeat: bool) -> tuple[Ints, Ints | None]:
-        """Return the number of each key (n,), and the places of those that are new (None: all of them)."""
-        if not may_repeat or self._gave_up:
-            return self.number_new(keys.count), None
-        digests = _digests(keys)
-        first_new = self.stored
-        known = self._numbers
-        # No loop of Python's own: it would hold up the training
-        new = dict.fromkeys(filterfalse(known.__contains__, digests))
-        known.update(zip(new, range(first_new, first_new + len(new)), strict=True))
-        numbers = np.fromiter(map(known.__getitem__, digests), np.int64, len(digests))
-        _, first_places = np.unique(numbers, return_index=True)
-        new_places = np.sort(first_places[numbers[first_places] >= first_new])
-        self.stored += len(new)
+            number = self._numbers.setdefault(digest, self.stored)
+            if number == self.stored:
+                new_places.append(place)
+                self.stored += 1
+            numbers.append(number)
         self._compared += keys.count
-        if len(known) > PATIENCE and self._compared < 1.01 * len(known):
-            self._numbers = {}
+        distinct = len(self._numbers)
+        if distinct > PATIENCE and self._compared < 1.01 * distinct:
             self._gave_up = True
-        return numbers, new_places
+            self._numbers.clear()
+        return np.array(numbers, np.int64), np.array(new_places, np.int64)
 
-    def number_new(self, count: int) -> Ints:
+    def number_as_new(self, count: int) -> Ints:
         """Return the numbers of keys that are not compared with others."""
+        first = self.stored
         self.stored += count
-        return np.arange(self.stored - count, self.stored)
+        return np.arange(first, self.stored)
 
 
 def _digests(keys: Encoded) -> list[bytes]:
     """Return a 128-bit digest of each key, seeded with its exponent."""
-    rows = np.ascontiguousarray(keys.data.numpy()).view(np.uint8)
-    seeds = [0] * keys.count if keys.exponents is None else keys.exponents.numpy().tolist()
-    return list(map(xxhash.xxh3_128_digest, rows, seeds))
+    content = np.ascontiguousarray(keys.data.numpy())
+    vectors = content.view(np.uint8)
+    if keys.exponents is None:
+        return list(map(xxhash.xxh3_128_digest, vectors))
+    seeds = keys.exponents.tolist()
+    return list(map(xxhash.xxh3_128_digest, vectors, seeds))
 
 
 def slot_tensors(steps: Sequence[Step], equal: Sequence[EqualKeys]) -> tuple[Tensors, tuple[int, ...]]:
     """Return the tensors of a chunk, and how many slots each layer has. equal: by layer number."""
-    tensors: Tensors = {}
+    blocks_by_layer: list[list[StepBlock]] = [[] for _ in equal]
+    for step in steps:
+        for block in step.blocks:
+            blocks = blocks_by_layer[block.layer]
+            blocks.append((step.number, block))
     slots = []
-    for layer, layer_keys in enumerate(equal):
-        numbered = [(step.number, block) for step in steps for block in step.blocks if block.layer == layer]
-        slots.append(sum(block.rows * block.positions for _, block in numbered))
-        if numbered:
-            tensors.update(_layer_tensors(layer, numbered, layer_keys))
-    tensors.update(_gradients(steps))
+    tensors = _gradients(steps)
+    for layer, step_blocks in enumerate(blocks_by_layer):
+        slots.append(sum(block.slots for _, block in step_blocks))
+        of_layer = _layer_tensors(step_blocks, equal[layer])
+        for name, pieces in of_layer.items():
+            tensors[f"{layer}.{name}"] = pieces
     return tensors, tuple(slots)
-
-
-def _layer_tensors(layer: int, numbered: Sequence[tuple[int, Block]], equal: EqualKeys) -> Tensors:
-    """Return the tensors of one layer. numbered: the number of its step with each block."""
-    fields: list[int] = []  # flat: many times as fast as lines
-    for step, block in numbered:
-        fields += (step, block.backward, block.call, block.first_row, block.rows, block.positions, block.arrival)
-    tensors: Tensors = {f"{layer}.blocks": [np.array(fields, dtype=np.int64).reshape(-1, len(BLOCK_FIELDS))]}
-    blocks = [block for _, block in numbered]
-    if blocks[0].shape:
-        tensors.update(_feature_maps(layer, blocks, equal))
-    else:
-        tensors.update(_keys(layer, blocks, equal))
-    tensors.update(_vectors(f"{layer}.error", [block.errors for block in blocks if block.errors is not None]))
-    if any(block.silent is not None for block in blocks):
-        tensors[f"{layer}.silent"] = [np.concatenate([_silent(block) for block in blocks])]
-    return tensors
-
-
-def _feature_maps(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
-    """Return feature maps, which may differ in size: one after the other, flat."""
-    equal.number_new(sum([block.keys.count for block in blocks]))
-    tensors = _vectors(f"{layer}.key", [block.keys for block in blocks])
-    tensors[f"{layer}.keys"] = [block.keys.data.numpy().reshape(-1) for block in blocks]
-    tensors[f"{layer}.shapes"] = [np.array([block.shape for block in blocks], dtype=np.int64)]
-    return tensors
-
-
-def _keys(layer: int, blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
-    """Return the keys that are new, and, where some may not be, the number of each slot's key."""
-    if not any(block.may_repeat for block in blocks):
-        equal.number_new(sum([block.keys.count for block in blocks]))
-        return _vectors(f"{layer}.key", [block.keys for block in blocks])
-    numbers = []
-    new: list[Encoded] = []
-    for may_repeat, group in groupby(blocks, lambda block: block.may_repeat):
-        for keys in _joined([block.keys for block in group]):
-            key_numbers, new_places = equal.number(keys, may_repeat=may_repeat)
-            numbers.append(key_numbers)
-            new += _new_keys(keys, new_places)
-    return {f"{layer}.key_numbers": numbers, **_vectors(f"{layer}.key", new)}
-
-
-def _new_keys(keys: Encoded, places: Ints | None) -> list[Encoded]:
-    """Return the keys at these places, copied only if they are not all of them (None)."""
-    if places is None or len(places) == keys.count:
-        return [keys]
-    return [keys.take(places)] if len(places) else []
-
-
-def _silent(block: Block) -> Array:
-    return np.zeros(block.rows * block.positions, np.bool_) if block.silent is None else block.silent
 
 
 def _gradients(steps: Sequence[Step]) -> Tensors:
@@ -142,34 +98,118 @@ def _gradients(steps: Sequence[Step]) -> Tensors:
     gradients: dict[int, list[Array]] = {}
     for step in steps:
         for update in step.updates:
-            for number, gradient in zip(update.parameters, update.gradients, strict=True):
+            for parameter, gradient in zip(update.parameters, update.gradients, strict=True):
                 if gradient is not None:
-                    gradients.setdefault(number, []).append(gradient)
-    return {f"gradient.{number}": [np.stack(kept)] for number, kept in gradients.items()}
+                    gradients.setdefault(parameter, []).append(gradient)
+    tensors: Tensors = {}
+    for parameter, kept in gradients.items():
+        tensors[f"gradient.{parameter}"] = [np.stack(kept)]
+    return tensors
 
 
-def _vectors(name: str, vectors: Sequence[Encoded]) -> Tensors:
+def _layer_tensors(step_blocks: Sequence[StepBlock], equal: EqualKeys) -> Tensors:
+    """Return the tensors of one layer."""
+    if not step_blocks:
+        return {}
+    blocks = [block for _, block in step_blocks]
+    are_maps = bool(blocks[0].shape)
+    tensors = _maps(blocks, equal) if are_maps else _keys(blocks, equal)
+    tensors["blocks"] = [_block_table(step_blocks)]
+    errors = [block.errors for block in blocks if block.errors is not None]
+    tensors.update(_vectors("error", errors))
+    if any(block.silent is not None for block in blocks):
+        tensors["silent"] = [_silent(block) for block in blocks]
+    return tensors
+
+
+def _block_table(step_blocks: Sequence[StepBlock]) -> Ints:
+    """Return the BLOCK_FIELDS (store/format.py) of each block, (blocks, 7)."""
+    lines = []
+    for step, block in step_blocks:
+        line = (
+            step,
+            block.backward,
+            block.call,
+            block.first_row,
+            block.rows,
+            block.positions,
+            block.arrival,
+        )
+        lines.append(line)
+    return np.array(lines, np.int64)
+
+
+def _maps(blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
+    """Return feature maps, which may differ in size: one after the other, flat."""
+    keys = [block.keys for block in blocks]
+    shapes = [block.shape for block in blocks]
+    equal.number_as_new(_count(keys))
+    tensors = _vectors("key", keys)
+    tensors["keys"] = [maps.data.numpy().reshape(-1) for maps in keys]
+    tensors["shapes"] = [np.array(shapes, np.int64)]
+    return tensors
+
+
+def _keys(blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
+    """Return the keys that are new, and, where some may not be, the number of each slot's key."""
+    if not any(block.may_repeat for block in blocks):
+        keys = [block.keys for block in blocks]
+        equal.number_as_new(_count(keys))
+        return _vectors("key", keys)
+    numbers = []
+    new: list[Encoded] = []
+    for may_repeat, group in groupby(blocks, attrgetter("may_repeat")):
+        for stretch in _joined([block.keys for block in group]):
+            if not may_repeat:
+                numbers.append(equal.number_as_new(stretch.count))
+                new.append(stretch)
+                continue
+            stretch_numbers, new_places = equal.number(stretch)
+            numbers.append(stretch_numbers)
+            if len(new_places) == stretch.count:
+                new.append(stretch)  # not copied
+            elif len(new_places):
+                new.append(stretch.take(new_places))
+    tensors = _vectors("key", new)
+    tensors["key_numbers"] = numbers
+    return tensors
+
+
+def _silent(block: Block) -> Array:
+    if block.silent is not None:
+        return block.silent
+    return np.zeros(block.slots, np.bool_)
+
+
+def _vectors(what: str, vectors: Sequence[Encoded]) -> Tensors:
+    """Return vectors, and their exponents if they have any. what: "key" or "error"."""
     if not vectors:
         return {}
-    joined = _joined(vectors)
-    tensors: Tensors = {f"{name}s": [stretch.data.numpy() for stretch in joined]}
-    if vectors[0].exponents is not None:
-        exponents = [stretch.exponents for stretch in joined]
-        tensors[f"{name}_exponents"] = [some.numpy() for some in exponents if some is not None]
+    data: list[Array] = []
+    exponents: list[Array] = []
+    for stretch in _joined(vectors):
+        data.append(stretch.data.numpy())
+        if stretch.exponents is not None:
+            exponents.append(stretch.exponents.numpy())
+    tensors: Tensors = {f"{what}s": data}
+    if exponents:
+        tensors[f"{what}_exponents"] = exponents
     return tensors
+
+
+def _count(vectors: Sequence[Encoded]) -> int:
+    return sum(piece.count for piece in vectors)
 
 
 def _joined(vectors: Sequence[Encoded]) -> list[Encoded]:
     """Join vectors that follow each other in memory: fewer calls for the writer's thread."""
-    joined: list[Encoded] = []
-    stretch: list[Encoded] = []
-    for some in vectors:
-        if stretch and not _follows(stretch[-1], some):
-            joined.append(_as_one(stretch))
-            stretch = []
-        stretch.append(some)
-    joined.append(_as_one(stretch))
-    return joined
+    stretches: list[list[Encoded]] = []
+    for piece in vectors:
+        if stretches and _follows(stretches[-1][-1], piece):
+            stretches[-1].append(piece)
+        else:
+            stretches.append([piece])
+    return [_as_one(stretch) for stretch in stretches]
 
 
 def _follows(before: Encoded, after: Encoded) -> bool:
@@ -182,5 +222,4 @@ def _as_one(stretch: Sequence[Encoded]) -> Encoded:
     first = stretch[0]
     if len(stretch) == 1 or first.slab is None:
         return first
-    count = sum([some.count for some in stretch])
-    return first.slab.part(first.first, count)
+    return first.slab.part(first.first, _count(stretch))

@@ -20,11 +20,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 
+from dualform.arrays import Array, Bytes
 from dualform.errors import (
     DualformError,
     StoreDamagedError,
@@ -33,9 +34,6 @@ from dualform.errors import (
     StorePermissionError,
     WriterError,
 )
-
-Array = np.ndarray[Any, Any]
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 BLOCK = 4096
 """Direct writes begin and end at multiples of it, in memory and in the file."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from dualform.arrays import Array, Bools
 from dualform.layers.keys import Keys, keys_of
 from dualform.layers.streams import Layer
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import Mark, RowEvidence
 from dualform.store.memory import Pool
 
-Array = np.ndarray[Any, Any]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-ColumnValues = np.ndarray[Any, Any] | list[str] | int | float | str | bool
+ColumnValues = Array | list[str] | int | float | str | bool
 
 
 @dataclass(slots=True)
@@ -52,6 +50,11 @@ class Block:
     """(slots,): which slots wrote nothing, because their error signal is zero (padding, ignored labels). None: no slot is
     silent, or the error signals were never computed."""
 
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return self.rows * self.positions
+
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
         pool.give(self.keys, self.errors)
@@ -73,11 +76,11 @@ class Update:
     optimizer: str
     parameters: Sequence[int]
     settings: Sequence[dict[str, float]]
-    factors: Sequence[list[float]] | Array
+    factors: Sequence[list[float]]
     """One for each backward pass: by what its gradient was multiplied before the optimizer saw it."""
-    residuals: Sequence[float] | Array
+    residuals: Sequence[float]
     """The part of the gradient that the slots do not explain, relative."""
-    sizes: Sequence[float] | Array
+    sizes: Sequence[float]
     """The norm of the gradient that the optimizer saw, estimated from its random projection."""
     gradients: Sequence[Array | None]
     """The gradient itself, kept for biases."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import xxhash
 
+from dualform.arrays import Array, Bytes
 from dualform.errors import StoreDamagedError
 from dualform.layers.streams import MOST
-from dualform.store.files import BLOCK, DIRECT_FROM, Array, Bytes, Files, WritableFiles, address
+from dualform.store.files import BLOCK, DIRECT_FROM, Files, WritableFiles, address
 from dualform.store.format import File, checksum, shortened
 from dualform.store.labels import ALIASES, DIRECTORY, LABEL
 

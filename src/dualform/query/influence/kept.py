@@ -13,12 +13,13 @@ from threading import get_ident
 
 import numpy as np
 
+from dualform.arrays import Array
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Curvature, Factors
 from dualform.errors import StoreDamagedError, StoreError
 from dualform.layers.streams import Layer
 from dualform.query.influence.segments import Segment
-from dualform.store.files import Array, Files, WritableFiles
+from dualform.store.files import Files, WritableFiles
 from dualform.store.format import SLOTS, checksum
 from dualform.store.reader import Store
 from dualform.store.tensors import TensorFile, describe_file, write_tensors
