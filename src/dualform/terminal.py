@@ -43,11 +43,14 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
             Text(f"{row['verdict']}: {row['reason']}", style=VERDICTS.get(row["verdict"], "bold red")),
         )
     console.print(table)
-    equal = certificate.frame.filter(certificate.frame["verdict"] == "pass").height
+    verdicts = certificate.frame["verdict"]
+    equal = (verdicts == "pass").sum()
     if certificate.failed:
         console.print(Text(f"Not verified: {', '.join(certificate.failed)}", style="bold red"))
     elif equal == certificate.frame.height:
         console.print(Text(f"All {equal} parameters equal their dual: initial part + what the slots wrote."))
+    elif (verdicts == "gradients").all():
+        console.print(Text("The slots explain every gradient. There is no sum to compare with the weights."))
     else:
         console.print(
             Text(f"{equal} of {certificate.frame.height} parameters equal their dual; see the verdicts of the others.")
@@ -57,6 +60,10 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
 def show_info(console: Console, info: dict[str, Any]) -> None:
     """What a store holds."""
     about = _table(str(info["path"]), "what", "value", header=False)
+    about.add_row("origin", Text(info["origin"], style="yellow" if info["checkpoints"] else ""))
+    for one in info["checkpoints"]:
+        rate = "" if one["learning_rate"] is None else f", learning rate {one['learning_rate']:g}"
+        about.add_row("checkpoint", escape(f"{one['name']}: batches {one['begin']:,} to {one['end']:,}{rate}"))
     for name in ("steps", "rows", "chunks"):
         about.add_row(name, f"{info[name]:,}")
     about.add_row("disk", _size(info["bytes"]))
