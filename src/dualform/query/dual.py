@@ -29,6 +29,7 @@ from dualform.query.completions import Prompt, encode_completion
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
+from dualform.query.explained import ExplainedMovement, explain_movement
 from dualform.query.forward import count_rows, run
 from dualform.query.influence.answers import Influence
 from dualform.query.influence.estimate import Settings, estimate, told_loss_mean
@@ -400,6 +401,18 @@ class Dual:
         )
         self._warn()
         return table
+
+    def explained(
+        self, first: int = 0, last: int = -1, *, rows: bool = True, progress: Progress | None = None
+    ) -> ExplainedMovement:
+        """Return how much of the movement between two checkpoints of a collection its gradients explain, for each parameter.
+
+        The movement is projected onto the mean gradient of the data at the first checkpoint, at the last, and at all from one to the other.
+        first, last: the numbers of checkpoints; negative ones count from the end. rows: also fit a scale for each row at the first
+        checkpoint, by ridge regression, where there are at most 2,048; `chance` says how much of a random movement that would explain.
+        """
+        weights_at = self._network.weights_at
+        return explain_movement(self.store, self.end_step, weights_at, first, last, rows=rows, progress=progress)
 
     def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:
         """Return what layers learned in `rank` slots each (default: all layers that attend), the best that so few can do.
