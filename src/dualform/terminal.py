@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from dualform.demo import Demo
     from dualform.dual.certificate import Certificate
     from dualform.evaluate.evaluation import Evaluation
+    from dualform.query.explained import ExplainedMovement
 
 
 VERDICTS = {"pass": "green", "unknown": "yellow", "gradients": "yellow", "rounded": "yellow"}
 """The colours of verdicts; all others are red."""
 NEVER_NULL = ("query", "rank", "influence", "visits", "slot", "step", "backward", "call", "slot_position")
 """The columns of an answer that do not depend on a row."""
+FRACTIONS = ("by_first", "by_last", "by_all", "by_rows", "chance")
+"""Of a movement, in the order of their columns."""
 KEPT = {"keys": "key sums", "deltas": "group deltas", "both": "key sums and group deltas"}
 """What totals keep of a group, in words."""
 
@@ -43,20 +46,50 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
             Text(f"{row['verdict']}: {row['reason']}", style=VERDICTS.get(row["verdict"], "bold red")),
         )
     console.print(table)
-    equal = certificate.frame.filter(certificate.frame["verdict"] == "pass").height
+    verdicts = certificate.frame["verdict"]
+    equal = (verdicts == "pass").sum()
     if certificate.failed:
         console.print(Text(f"Not verified: {', '.join(certificate.failed)}", style="bold red"))
     elif equal == certificate.frame.height:
         console.print(Text(f"All {equal} parameters equal their dual: initial part + what the slots wrote."))
+    elif (verdicts == "gradients").all():
+        console.print(Text("The slots explain every gradient. There is no sum to compare with the weights."))
     else:
         console.print(
             Text(f"{equal} of {certificate.frame.height} parameters equal their dual; see the verdicts of the others.")
         )
 
 
+def show_explained(console: Console, found: ExplainedMovement) -> None:
+    """One line for each parameter, and one for all of them."""
+    title = f"Movement from {found.first!r} to {found.last!r}, explained by collected gradients"
+    table = _table(
+        title, "parameter", ">movement", ">by first", ">by last", ">by all", ">residual", ">by rows", ">chance"
+    )
+    for row in found.frame.to_dicts():
+        fractions = {name: "" if row[name] is None else f"{row[name]:.1%}" for name in FRACTIONS}
+        table.add_row(
+            escape(row["parameter"]),
+            f"{row['movement']:.3g}",
+            *(fractions[name] for name in FRACTIONS[:3]),
+            f"{row['residual']:.3g}",
+            *(fractions[name] for name in FRACTIONS[3:]),
+        )
+    console.print(table)
+    console.print(
+        "by first, last, all: of the squared movement, with the best scale for the mean gradient at the first checkpoint, the last, all of\n"
+        "them. by rows: with a scale for each row at the first; chance: what that would explain of a random movement.",
+        highlight=False,
+    )
+
+
 def show_info(console: Console, info: dict[str, Any]) -> None:
     """What a store holds."""
     about = _table(str(info["path"]), "what", "value", header=False)
+    about.add_row("origin", Text(info["origin"], style="yellow" if info["checkpoints"] else ""))
+    for one in info["checkpoints"]:
+        rate = "" if one["learning_rate"] is None else f", learning rate {one['learning_rate']:g}"
+        about.add_row("checkpoint", escape(f"{one['name']}: batches {one['begin']:,} to {one['end']:,}{rate}"))
     for name in ("steps", "rows", "chunks"):
         about.add_row(name, f"{info[name]:,}")
     about.add_row("disk", _size(info["bytes"]))

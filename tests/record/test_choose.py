@@ -59,7 +59,7 @@ def test_not_in_the_optimizer():
     model = Model()
     names, left_out = chosen(model, None, [torch.optim.SGD(model.blocks.parameters(), lr=0.1)])
     assert names == EVERY[:-2]
-    assert left_out == dict.fromkeys(["head", "norm"], "its weight is in no optimizer given to record()")
+    assert left_out == dict.fromkeys(["head", "norm"], "its weight is in no optimizer that was given")
 
 
 def test_parametrised():

@@ -293,6 +293,28 @@ def test_totals_of_deltas_need_an_optimizer_that_can_be_replayed(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_totals_of_deltas_cannot_be_built_without_coefficients(tmp_path):
+    train_not_replayed(tmp_path / "run", "SignDescent")
+    with pytest.raises(NotRecordedError, match=r"trained by SignDescent.*Ask kind=\"keys\""):
+        dualform.build_totals(tmp_path / "run", "sample_id")
+    dualform.build_totals(tmp_path / "run", "sample_id", kind="keys")
+
+
+def test_a_recording_without_coefficients_is_resumed_between_snapshots(tmp_path):
+    run = train_not_replayed(tmp_path / "run", "SignDescent")
+    model = network()
+    model.load_state_dict(run.checkpoints[4])
+    inputs, labels = samples()
+    optimizer = SignDescent(model.parameters())
+    with pytest.warns(UserWarning, match="SignDescent"):
+        recorder = dualform.record(model, optimizer, tmp_path / "run", dtype="float64", resume=4)
+    with recorder:
+        recorder.batch(sample_id=range(5), label=labels[:5], task="late")
+        F.cross_entropy(model(inputs[:5]), labels[:5]).backward()
+        optimizer.step()
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
 def test_an_optimizer_that_cannot_be_replayed_may_move_the_weights_between_steps(tmp_path):
     model = network()
     optimizer = SignDescent(model.parameters())

@@ -88,8 +88,12 @@ def influence(
     lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the target most.")] = False,
     segments: Annotated[int, typer.Option(min=1, help="Use at most this many epochs, spread over the run.")] = 15,
     loss_mean: Annotated[
-        LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
-    ] = LossMean.tokens,
+        LossMean | None,
+        typer.Option(
+            help="What the loss was a mean over; tokens: the positions that have a loss.",
+            show_default="tokens, or what collect() was told",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Estimate which training rows support the answers to test inputs: what would change without them.
@@ -109,7 +113,7 @@ def influence(
             target=chosen,
             method=method.value,
             segments=segments,
-            loss_mean=loss_mean.value,
+            loss_mean=None if loss_mean is None else loss_mean.value,
             progress=progress,
         )
         frame = (found if layer is None else found[layer]).top(top, by=by or None, where=where, lowest=lowest)
@@ -144,8 +148,12 @@ def sources(
     lowest: Annotated[bool, typer.Option("--lowest", help="What speaks against the completion most.")] = False,
     segments: Annotated[int, typer.Option(min=1, help="Use at most this many epochs, spread over the run.")] = 15,
     loss_mean: Annotated[
-        LossMean, typer.Option(help="What the loss was a mean over; tokens: the positions that have a loss.")
-    ] = LossMean.tokens,
+        LossMean | None,
+        typer.Option(
+            help="What the loss was a mean over; tokens: the positions that have a loss.",
+            show_default="tokens, or what collect() was told",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank training documents by what a language model's completion of a prompt rests on, in total and token by token."""
@@ -164,7 +172,7 @@ def sources(
             where=where,
             lowest=lowest,
             segments=segments,
-            loss_mean=loss_mean.value,
+            loss_mean=None if loss_mean is None else loss_mean.value,
             progress=progress,
         )
     if as_json:
@@ -192,7 +200,7 @@ def mislabelled(
     from dualform.evaluate.flips import mislabel_auc
     from dualform.terminal import show_mislabelled
 
-    dual, reduction = dualform.open(run), "sum" if summed else "mean"
+    dual, reduction = dualform.open(run), "sum" if summed else None
     found = dual.mislabelled(top, by=by, layer=layer, where=where, reduction=reduction)
     area = None if planted is None else mislabel_auc(dual, planted, by=by, layer=layer, reduction=reduction)
     if as_json:

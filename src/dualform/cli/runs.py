@@ -98,6 +98,28 @@ def verify(
 
 @app.command()
 @one_line_errors
+def explained(
+    run: Run,
+    first: Annotated[int, typer.Option(help="The number of the earlier checkpoint.")] = 0,
+    last: Annotated[int, typer.Option(help="That of the later one; negative numbers count from the end.")] = -1,
+    rows: Annotated[bool, typer.Option("--rows/--no-rows", help="Also fit a scale for each row.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say how much of the movement between two checkpoints the gradients explain that dualform.collect() has stored."""
+    import dualform
+    from dualform.terminal import show_explained
+
+    with progress_bars() as progress:
+        found = dualform.open(run).explained(first, last, rows=rows, progress=progress)
+    if as_json:
+        about = {"first": found.first, "last": found.last}
+        print_json({**about, "parameters": found.frame.to_dicts(), "scales": found.scales.to_dicts()})
+    else:
+        show_explained(Console(), found)
+
+
+@app.command()
+@one_line_errors
 def totals(
     run: Run,
     by: Annotated[

@@ -34,6 +34,7 @@ from dualform.dual.totals import find
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
 from dualform.progress import Progress, report
+from dualform.store.collection import collection_of
 from dualform.store.reader import Store
 
 NO_GAP = 1e-13
@@ -154,6 +155,9 @@ class _Moment:
 
 
 def _moment_to_compare(store: Store, end: int) -> _Moment:
+    collection = collection_of(store)
+    if collection is not None:
+        return _Moment(None, f"the gradients of its batches ({collection})")
     nearest = max(step for step in store.snapshot_steps() if step <= end)
     if nearest == end:
         return _Moment(nearest, "the stored weights")
@@ -208,7 +212,10 @@ def _line_of_gradients(store: Store, name: str, end: int, optimizer: str) -> dic
     wrong = wrong_size(store, name, end) if problem is None else None
     if wrong is not None:
         problem = ("fail", str(wrong))
-    explained = (GRADIENTS, f"its slots explain every gradient; the updates of {optimizer} cannot be replayed")
+    why = f"the updates of {optimizer} cannot be replayed"
+    if collection_of(store) is not None:
+        why = "nothing was trained, so there is no sum to verify"
+    explained = (GRADIENTS, f"its slots explain every gradient; {why}")
     return _as_line(store, name, end, unknown, math.nan, problem or explained)
 
 

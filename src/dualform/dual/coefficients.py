@@ -15,6 +15,7 @@ from cachetools import LRUCache, cached
 from dualform import recursions
 from dualform.errors import NotRecordedError
 from dualform.recursions import KINDS, Floats, Walked
+from dualform.store.collection import refuse_collected
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import factor_table, settings_of
@@ -50,6 +51,7 @@ def update_table(store: Store, parameter: str, begin: int, end: int) -> pl.DataF
 
 def updates_of(store: Store, parameter: str, *, begin: int = 0, end: int | None = None) -> Updates:
     """The updates of a parameter from `begin` to `end` (in steps; default: all that is sealed), by an optimizer that can be replayed."""
+    refuse_collected(store, "this question")
     updates = recorded_updates(store, parameter, begin=begin, end=end)
     if updates.kind not in KINDS:
         raise NotRecordedError(

@@ -11,7 +11,7 @@ from dualform.query.dual import Dual
 
 
 def mislabel_auc(
-    dual: Dual, planted: str, *, by: str = "sample_id", layer: str | None = None, reduction: str = "mean"
+    dual: Dual, planted: str, *, by: str = "sample_id", layer: str | None = None, reduction: str | None = None
 ) -> float:
     """The chance that a sample whose label was flipped ranks before one whose label was not.
 

@@ -31,6 +31,8 @@ SMALL = 2e10
 TESTED = 1000
 """So many test examples, evenly spread, are answered again after an edit."""
 
+NEEDS_TRAINING = "it takes out of the weights what training wrote into them"
+
 
 class Edits:
     """Models without some of their memory; kept for a while."""
@@ -40,8 +42,16 @@ class Edits:
         self._models: Kept[nn.Module] = Kept(MODELS, _nbytes)
 
     @property
+    def missing(self) -> str:
+        """Empty, or why memory cannot be edited."""
+        collected = self._subject.collected
+        return f"{NEEDS_TRAINING}, and this run was {collected}" if collected else ""
+
+    @property
     def groups(self) -> list[Grouped]:
         """Columns with few values, which can be switched off."""
+        if self.missing:
+            return []
         columns = self._subject.info["columns"]
         found = []
         for name, told in columns.items():

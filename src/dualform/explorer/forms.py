@@ -118,6 +118,10 @@ class RunForm(Form):
     draws: bool
     suspects: str
     """Empty, or why there is no list of suspects."""
+    edits: str = ""
+    """Empty, or why memory cannot be edited."""
+    collected: str = ""
+    """Empty, or that the model was trained already and its slots were collected at checkpoints."""
     text: TextAbility | None = None
     inputs: Literal["image", "text", "vector", "none"] = "none"
     colours: Colours

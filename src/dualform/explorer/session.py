@@ -119,6 +119,8 @@ class Session:
             views=self.scoring.views,
             draws=subject.draw is not None,
             suspects=self.suspicion.missing,
+            edits=self.edits.missing,
+            collected=subject.collected,
             text=None
             if subject.language is None
             else TextAbility(prompt=subject.language.prompt, longest=subject.language.longest),

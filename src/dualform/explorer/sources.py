@@ -70,7 +70,9 @@ class Scoring:
             "this run keeps keys only, no error signals" if keep == "keys" or (keep == "totals" and not sums) else ""
         )
         no_slots = "" if keep == "slots" else f"it is estimated from slots, and this run keeps {keep} only"
-        missing = {"attention": "", "contribution": no_errors, "influence": no_slots}
+        collected = self._subject.collected
+        no_training = f"it needs a recording of the training, and this run was {collected}" if collected else ""
+        missing = {"attention": "", "contribution": no_training or no_errors, "influence": no_slots}
         return [
             View(kind=kind, name=name, sentence=sentence, missing=missing[kind])
             for kind, (name, sentence) in SENTENCES.items()

@@ -56,6 +56,11 @@ class Subject:
         """What the recording says about itself."""
         return self.dual.info()
 
+    @property
+    def collected(self) -> str:
+        """Empty, or that the slots were collected at checkpoints."""
+        return str(self.info["origin"]) if self.info["checkpoints"] else ""
+
     def again(self) -> Subject:
         """The same, with the recording opened anew: totals were built meanwhile."""
         return replace(self, dual=self.dual.reopened())

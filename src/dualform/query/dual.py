@@ -30,16 +30,18 @@ from dualform.query.completions import Prompt, encode_completion
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
+from dualform.query.explained import ExplainedMovement, explain_movement
 from dualform.query.forward import count_rows, run
 from dualform.query.influence.answers import Influence
-from dualform.query.influence.estimate import Settings, estimate
+from dualform.query.influence.estimate import Settings, estimate, told_loss_mean
 from dualform.query.influence.mislabelled import mislabelled
-from dualform.query.info import marks, store_info
+from dualform.query.info import checkpoint_table, marks, store_info
 from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
 from dualform.query.network import Network
 from dualform.query.slots import addresses
 from dualform.query.sources import Sources, Texts, rank_documents
 from dualform.query.targets import Target, TargetReader, predicts_next_token
+from dualform.store.collection import collection_of, refuse_collected
 from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
 
@@ -76,9 +78,12 @@ class Dual:
         self._executor = executor
 
     def __repr__(self) -> str:
+        collection = collection_of(self.store)
+        origin = "" if collection is None else f"{collection}, "
         is_empty = not self.store.end_step and self.store.manifest.ended is None
         why = " (nothing is sealed yet: is its recorder still open?)" if is_empty else ""
-        return f"Dual({self.store.location!r}, after {self.end_step} steps{why}, layers {self.layers})"
+        unit = "steps" if collection is None else "batches"
+        return f"Dual({self.store.location!r}, {origin}after {self.end_step} {unit}{why}, layers {self.layers})"
 
     @property
     def store(self) -> Store:
@@ -98,6 +103,11 @@ class Dual:
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the columns given to batch()."""
         return self.store.rows.filter(pl.col("step") < self.end_step)
+
+    @property
+    def checkpoints(self) -> pl.DataFrame:
+        """The checkpoints of a collection, one line each, with the steps that are its batches; empty if a training was recorded."""
+        return checkpoint_table(self.store, self.end_step)
 
     @property
     def samples(self) -> pl.DataFrame | None:
@@ -126,6 +136,7 @@ class Dual:
 
         Only where a snapshot was taken: `info()["snapshots"]`.
         """
+        self._needs_training("optimizer_state()")
         snapshot = self.store.snapshot(self.end_step)
         states: dict[str, dict[str, Tensor]] = {}
         for name in snapshot:
@@ -205,6 +216,7 @@ class Dual:
         "completion", the log-probability of the inputs' `labels`. silent: as for attend(); what such slots contribute is zero.
         progress: called while optimizers with matrices as coefficients are replayed.
         """
+        self._needs_training("contributions()")
         self._needs_model("contributions")
         self._needs_error_signals("contributions")
         self._warn()
@@ -247,7 +259,7 @@ class Dual:
         memory: int = 1 << 30,
         rows: int | None = None,
         silent: bool = False,
-        loss_mean: str = "tokens",
+        loss_mean: str | None = None,
         progress: Progress | None = None,
     ) -> Influence:
         """Return what would change in a target without some of the training data: an estimate, positive for what supports it.
@@ -259,7 +271,7 @@ class Dual:
         (begin, end) in steps; sample: the column by which epochs are counted, default `sample_id`. damping: relative to the
         mean curvature, 0.3 for "whitened", 1 for the others. silent: as for attend(); a row is silent if it wrote nothing in any layer.
         loss_mean: what the loss was a mean over, which is undone: "tokens", the positions that have a loss (of a classifier, its rows);
-        "rows" of the batch; or "none", for a sum.
+        "rows" of the batch; or "none", for a sum. Default: "tokens"; of a collection, what `collect` was told.
         """
         self._needs_model("influence")
         self._needs_error_signals("influence")
@@ -283,7 +295,7 @@ class Dual:
             model_at,
             self._target_reader(inputs, rows, tokenizer),
             target,
-            Settings(method, segments, sample, damping, size, memory, silent, loss_mean),
+            Settings(method, segments, sample, damping, size, memory, silent, loss_mean or told_loss_mean(self.store)),
             progress,
             self._executor,
         )
@@ -302,7 +314,7 @@ class Dual:
         where: Where | None = None,
         lowest: bool = False,
         segments: int | Sequence[tuple[int, int]] = 15,
-        loss_mean: str = "tokens",
+        loss_mean: str | None = None,
         progress: Progress | None = None,
     ) -> Sources:
         """Return the k training documents that a completion of a prompt rests on most, in total and for each of its tokens.
@@ -378,21 +390,35 @@ class Dual:
         by: str | Sequence[str] = "sample_id",
         layer: str | None = None,
         where: Where | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
     ) -> pl.DataFrame:
         """Return the k training samples (None: all) that look most mislabelled, by the mean size of their error signals at the output.
 
         `score` is that mean over all visits, which are positions that had a loss, with a loss that takes a mean over such positions
-        undone (reduction="sum": it took none). Evidence: `visits`; the columns that are one for all visits, such as a label; and, if
+        undone (reduction="sum": it took none; default "mean", or what `collect` was told). Evidence: `visits`; the columns that are one for all visits, such as a label; and, if
         the error signals are those of softmax cross-entropy, the output `unit` that it was trained as with its mean `probability`,
         what the model `said` instead (the likeliest other unit), and at how many visits its answer was `wrong`. layer: default the
         last one. A column of the recording that is called like one of these has `_recorded` behind its name.
         """
+        if reduction is None:
+            reduction = "sum" if told_loss_mean(self.store) == "none" else "mean"
         table = mislabelled(
             self.store, self.layers, self.end_step, k=k, by=by, layer=layer, where=where, reduction=reduction
         )
         self._warn()
         return table
+
+    def explained(
+        self, first: int = 0, last: int = -1, *, rows: bool = True, progress: Progress | None = None
+    ) -> ExplainedMovement:
+        """Return how much of the movement between two checkpoints of a collection its gradients explain, for each parameter.
+
+        The movement is projected onto the mean gradient of the data at the first checkpoint, at the last, and at all from one to the other.
+        first, last: the numbers of checkpoints; negative ones count from the end. rows: also fit a scale for each row at the first
+        checkpoint, by ridge regression, where there are at most 2,048; `chance` says how much of a random movement that would explain.
+        """
+        weights_at = self._network.weights_at
+        return explain_movement(self.store, self.end_step, weights_at, first, last, rows=rows, progress=progress)
 
     def compact(self, rank: int, *, layers: str | Collection[str] | None = None) -> Compact:
         """Return what layers learned in `rank` slots each (default: all layers that attend), the best that so few can do.
@@ -400,6 +426,7 @@ class Dual:
         Remark 3.4 of the paper. `["4"]` has `keys`, `values`, `error` and the `slots` replaced; `.model()` is a plain copy of
         the model with the compacted weights.
         """
+        self._needs_training("compact()")
         self._needs_error_signals("compact")
         self._warn()
         names = self._chosen_layers(layers)
@@ -453,6 +480,9 @@ class Dual:
         if not self._network.has_model:
             raise QuestionError(f"{question}() needs the model: dualform.open(path, model).")
 
+    def _needs_training(self, question: str) -> None:
+        refuse_collected(self.store, question)
+
     def _needs_error_signals(self, question: str) -> None:
         if self.store.manifest.keep == "keys":
             raise NotRecordedError(
@@ -460,6 +490,7 @@ class Dual:
             )
 
     def _mask(self, only: Where | None, drop: Where | None, question: str) -> Mask:
+        self._needs_training(f"{question}()")
         mask = make_mask(self.store, self.end_step, only, drop, question)
         self._needs_error_signals(question)
         return mask

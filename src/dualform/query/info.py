@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
+
 from dualform.dual.certificate import not_finite_from
+from dualform.store.collection import collection_of, spans_of
 from dualform.store.format import Mark
 from dualform.store.reader import Store
 
@@ -19,6 +22,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
     manifest = store.manifest
     return {
         "path": store.location,
+        "origin": _origin(store),
         "created_by": manifest.created_by,
         "ended": manifest.ended or "not yet, or killed: what is sealed is here",
         "steps": store.end_step,
@@ -29,6 +33,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
         "snapshot_bytes": sum(snapshot.file.size for snapshot in manifest.snapshots),
         "chunks": len(manifest.chunks),
         "snapshots": store.snapshot_steps(),
+        "checkpoints": checkpoint_table(store, end).to_dicts(),
         "totals": _totals(store),
         "columns": {column.name: f"{column.type} per {column.per}" for column in manifest.columns},
         "layers": _layers(store),
@@ -37,6 +42,40 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
         "inexact": {name: {"step": mark.step, "why": mark.why} for name, mark in marks(store, end).items()},
         "not_finite_from": _not_finite(store, end),
     }
+
+
+def _origin(store: Store) -> str:
+    collection = collection_of(store)
+    return "recorded during training" if collection is None else str(collection)
+
+
+def checkpoint_table(store: Store, end: int) -> pl.DataFrame:
+    """Return the checkpoints of a collection up to step `end`: its steps are batches, none of which has changed the weights."""
+    lines = []
+    collection = collection_of(store)
+    spans = [] if collection is None else spans_of(store, end)
+    for span in spans:
+        assert collection is not None
+        rates = collection.learning_rates
+        lines.append(
+            {
+                "checkpoint": span.checkpoint,
+                "name": collection.checkpoints[span.checkpoint],
+                "begin": span.begin,
+                "end": span.end,
+                "learning_rate": rates[span.checkpoint] if rates else None,
+            }
+        )
+    return pl.DataFrame(lines, schema=_CHECKPOINT_SCHEMA)
+
+
+_CHECKPOINT_SCHEMA: dict[str, Any] = {
+    "checkpoint": pl.Int64,
+    "name": pl.String,
+    "begin": pl.Int64,
+    "end": pl.Int64,
+    "learning_rate": pl.Float64,
+}
 
 
 def _row_count(store: Store) -> int:

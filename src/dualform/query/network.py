@@ -14,6 +14,7 @@ from dualform.dual.weights import Reached, rebuilt
 from dualform.errors import ModelMismatchError, NotRecordedError, QuestionError
 from dualform.layers.module_copy import rebind_forwards
 from dualform.progress import Progress, report
+from dualform.store.collection import collection_of
 from dualform.store.reader import Store
 from dualform.store.tensors import tensor_checksum
 
@@ -67,8 +68,8 @@ class Network:
         """
         nearest = max(snapshot for snapshot in self._store.snapshot_steps() if snapshot <= step)
         weights = self._snapshot_weights(nearest)
-        if nearest == step:
-            return weights
+        if nearest == step or collection_of(self._store) is not None:
+            return weights  # of a collection, until the next checkpoint
         manifest = self._store.manifest
         if manifest.keep != "slots":
             raise NotRecordedError(
@@ -107,7 +108,7 @@ class Network:
 
         A snapshot is made by recorder.seal(), and at the beginning and the end.
         """
-        if not not_replayed(self._store, self._store.end_step):
+        if collection_of(self._store) is not None or not not_replayed(self._store, self._store.end_step):
             return step
         return min(self._store.snapshot_steps(), key=lambda snapshot: abs(snapshot - step))
 

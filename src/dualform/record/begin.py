@@ -19,6 +19,7 @@ from dualform.record import optimizers, resuming
 from dualform.record.choose import EXCLUDED, Chosen, choose, described, in_short
 from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import snapshot_of
+from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
 from dualform.record.frozen import base_of
 from dualform.record.passes import PendingPasses
@@ -154,7 +155,7 @@ def record(
         parameters=tuple(described({p.name: p.tensor for p in passes.parameters.values()})),
         left_out=left_out,
         batch_axis=axes,
-        settings={"seed": str(seed)},
+        settings={"seed": str(seed), **collection_settings(several)},
         base={name: tensor_checksum(tensor) for name, tensor in base.items()},
     )
     steps.watch.refuse_shared()

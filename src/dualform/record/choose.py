@@ -26,7 +26,7 @@ class Chosen:
 
 
 EXCLUDED = "exclude= names it"
-NOT_OPTIMIZED = "its weight is in no optimizer given to record()"
+NOT_OPTIMIZED = "its weight is in no optimizer that was given"
 
 
 def choose(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dualform.errors import RecordingError
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.fixed_weights import are_weights_fixed
 from dualform.record.frozen import base_of, frozen, is_part_of
 from dualform.record.interrupts import INTERRUPTS
 from dualform.record.passes import PendingPasses
@@ -112,6 +113,11 @@ class FinishedSteps:
         self._snapshot_bytes = sum(tensor.nbytes for tensor in first.values())
 
     @property
+    def has_fixed_weights(self) -> bool:
+        """Whether nothing is trained: the weights of each checkpoint are stored once, when it begins."""
+        return are_weights_fixed(self._steps.optimizers)
+
+    @property
     def keeps_only_totals(self) -> bool:
         """Whether no slots are stored."""
         return self._writer.manifest.keep == "totals"
@@ -185,7 +191,7 @@ class FinishedSteps:
     def is_snapshot_due(self) -> bool:
         """Whether enough was stored since the last one."""
         enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
-        return self._since_snapshot >= enough and not self.is_checkpointed
+        return self._since_snapshot >= enough and not self.is_checkpointed and not self.has_fixed_weights
 
     def put_snapshot(self, end_step: int, next_row: int) -> None:
         """Hand over the weights, which must be those of the last step, and the totals."""

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from dualform.errors import OptimizerError
+from dualform.record.fixed_weights import FixedWeights
 from dualform.recursions import KINDS, nadam_momentum
 
 Numbers = dict[str, float]
@@ -104,6 +105,7 @@ NOT_LINEAR = {
     "Muon": "it makes each gradient orthogonal as a whole, so no slot has a part of its own",
     "Adafactor": "it scales an update by its own size",
     "SparseAdam": "it skips elements whose gradient is not there",
+    "FixedWeights": "nothing is trained",
     "ASGD": "it averages weights beside the recursion",
 }
 
@@ -159,7 +161,8 @@ def why_not_replayed(name: str) -> str:
 
 def warn_not_replayed(optimizers: Iterable[Optimizer]) -> None:
     """Warn of optimizers whose updates cannot be replayed: their slots are recorded, but get no coefficients."""
-    for name in _not_replayed(optimizers):
+    trained = [one for one in optimizers if not isinstance(one, FixedWeights)]
+    for name in _not_replayed(trained):
         if name == "LBFGS":
             raise OptimizerError(
                 "LBFGS computes several gradients within one step, so no slot belongs to its update. It is not recorded."

@@ -218,7 +218,8 @@ class Recording:
                     f"those that were trained and are not stored. The slots are whole up to step {self.finished}."
                 )
             return f"{ended}; {names} changed after the last step"
-        if is_by_user or not self._finished.is_checkpointed:
+        is_stored = self._finished.has_fixed_weights or (self._finished.is_checkpointed and not is_by_user)
+        if not is_stored:
             self._progress.put_snapshot()
         return ended
 

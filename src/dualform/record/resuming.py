@@ -18,6 +18,7 @@ from dualform.record.edits import COUNTED_AS, WatchedParameter
 from dualform.record.parameters import RecordedParameter, roundoff
 from dualform.record.passes import PendingPasses
 from dualform.record.steps import StepBuilder
+from dualform.store.collection import SETTING
 from dualform.store.files import Files
 from dualform.store.format import Chunk, Grouping, Manifest
 from dualform.store.reader import Store
@@ -85,7 +86,12 @@ def go_on(files: Files, before: Manifest, now: Manifest, passes: PendingPasses, 
         steps.first_row = before.totals.rows
     for module in passes.modules:
         module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
-    return replace(before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis)
+    # A collection may have further checkpoints now
+    collected = {name: text for name, text in now.settings.items() if name == SETTING}
+    settings = {**before.settings, **collected}
+    return replace(
+        before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis, settings=settings
+    )
 
 
 class _Checkpoint:
@@ -184,7 +190,7 @@ class _Checkpoint:
     def _compare_momentum(self, watched: WatchedParameter, since_snapshot: pl.DataFrame) -> None:
         """Between snapshots, what SGD's momentum was can be told from how the weights moved."""
         last = since_snapshot.row(-1, named=True)
-        if not last["momentum"]:
+        if not last.get("momentum"):  # an optimizer that cannot be replayed has no settings
             return
         momentum = watched.tensors.get("momentum_buffer")
         if momentum is None:

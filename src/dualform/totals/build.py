@@ -14,6 +14,7 @@ from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Ints, Walked
+from dualform.store.collection import refuse_collected
 from dualform.store.files import files_at, writing
 from dualform.store.format import NO_ROW, SLOTS, Column, Grouping
 from dualform.store.lock import locked
@@ -74,6 +75,13 @@ def _possible_kind(store: Store, kind: str) -> str:
                 f"kind={kind!r}: of layer {layer.name!r} only the error signals of some output units were kept (outputs=), so a "
                 f'group\'s part of its weights is not known. Ask kind="keys".'
             )
+    refuse_collected(store, f"kind={kind!r}")
+    unknown = sorted(set(store.updates["optimizer"].to_list()) - set(KINDS_OF))
+    if unknown:
+        raise NotRecordedError(
+            f"kind={kind!r}: the model was trained by {', '.join(unknown)}, whose updates cannot be replayed, so a group's part of its weights is "
+            f'not known. Ask kind="keys".'
+        )
     return kind
 
 

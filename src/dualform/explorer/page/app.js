@@ -27,7 +27,7 @@ function header() {
   const { view, parameters } = read();
   const input = parameters.get("input");
   const tabs = [["run", "Run", {}]];
-  if (known.tests || known.draws) tabs.push(["prediction", "Prediction", { input }], ["edit", "Memory edit", { input }]);
+  if (known.tests || known.draws) tabs.push(["prediction", "Prediction", { input }], ...(known.edits ? [] : [["edit", "Memory edit", { input }]]));
   if (known.text) tabs.push(["text", "Text", {}]);
   if (known.by.length && known.label && !isReport) tabs.push(["suspects", "Suspects", {}]);
   if (!isReport) tabs.push(["api", "API", {}]);

@@ -37,6 +37,7 @@ export function condition(run, parameters) {
 
 export async function show(place, context) {
   const { run, parameters, signal, refresh } = context;
+  if (run.edits) { fill(place, h("p", { class: "note" }, h("b", {}, "Memory cannot be edited here: "), `${run.edits}.`)); return; }
   const input = parameters.get("input");
   if (!input) {
     const first = (await get("/api/examples", { limit: 40 }, signal)).examples[0];

@@ -11,15 +11,16 @@ const KEEP = { slots: "every slot: keys and error signals", keys: "keys only", t
 export async function show(place, { run, signal }) {
   const certificate = h("div", {}), log = h("div", {}, skeleton(240)), rows = h("div", {});
   fill(place, h("div", { class: "stack" },
-    h("div", {}, h("h1", {}, run.title), h("p", { class: "quiet" }, `Recorded with dualform ${run.version}; stored in ${run.dtype}; keeps ${KEEP[run.keep] ?? run.keep}.`)),
+    h("div", {}, h("h1", {}, run.title), h("p", { class: "quiet" }, `${run.collected ? "Collected" : "Recorded"} with dualform ${run.version}; stored in ${run.dtype}; keeps ${KEEP[run.keep] ?? run.keep}.`),
+      run.collected && h("p", { class: "note" }, `This run was ${run.collected}: attention and influence can be asked, which is an estimate; what training wrote into the weights is not known.`)),
     h("div", { class: "tiles" },
-      tile(whole(run.steps), "steps of training"), tile(whole(run.rows), "rows, a sample in a step each"),
+      tile(whole(run.steps), run.collected ? "batches" : "steps of training"), tile(whole(run.rows), `rows, a sample in a ${run.collected ? "batch" : "step"} each`),
       tile(whole(Math.max(0, ...run.layers.map((layer) => layer.slots))), "slots in the largest layer"),
       run.samples > 0 && run.by.length > 0 && tile(whole(run.samples), "training examples"),
       tile(bytes(run.bytes), "on the disk"), run.accuracy !== null && tile(percent(run.accuracy), `right of ${whole(run.tests)} test examples`)),
     Object.entries(run.inexact).map(([name, why]) => h("p", { class: "problem" }, `Layer ${name} is inexact ${why}`)),
     h("section", { class: "card", "aria-labelledby": "certificate" }, h("h2", { id: "certificate" }, "Certificate"),
-      h("p", { class: "quiet small" }, "Every parameter should be its initial part plus what its slots wrote. Training rounds at every step, so a small gap remains; it is measured, not assumed."), certificate),
+      h("p", { class: "quiet small" }, run.collected ? "Nothing was trained here, so there is no sum to compare with the weights. The slots of each batch should explain its gradient." : "Every parameter should be its initial part plus what its slots wrote. Training rounds at every step, so a small gap remains; it is measured, not assumed."), certificate),
     h("div", { class: "halves" },
       h("section", { class: "card", "aria-labelledby": "log" }, h("h2", { id: "log" }, "Recorded over the steps"), log),
       h("section", { class: "card", "aria-labelledby": "rows" }, h("h2", { id: "rows" }, "Rows by column"), rows)),
@@ -41,16 +42,17 @@ function layers(run) {
 }
 
 let verified = null;
+const PASSING = { pass: "right", gradients: "quiet", rounded: "quiet" };
 const SMALL = 50_000;
 const KEYS_ONLY = "This run keeps keys only: without error signals there is nothing to compare the weights with.";
 function verification(place, run, signal) {
   const table = (found) => {
     verified = found;
-    fill(place, h("p", { class: found.passed ? "right" : "wrong" }, found.passed ? `Verified after step ${whole(found.step)}: every parameter is what its slots say.` : "Not every parameter is what its slots say."),
+    fill(place, h("p", { class: found.passed ? "right" : "wrong" }, found.passed ? (run.collected ? `Verified: in all ${whole(found.step)} batches, the slots explain every gradient.` : `Verified after step ${whole(found.step)}: every parameter is what its slots say.`) : "Not every parameter is what its slots say."),
       h("div", { class: "scroll" }, h("table", { class: "lines certificate" },
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Parameter"), ["Gap", "Rounding floor", "Moved by"].map((name) => h("th", { scope: "col", class: "number" }, name)), h("th", { scope: "col" }, "In words"))),
         h("tbody", {}, found.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.parameter), [line.gap, line.floor, line.movement].map((value) => h("td", { class: "number" }, number(value, 2))),
-          h("td", {}, h("span", { class: line.verdict === "pass" ? "right" : "wrong" }, `${line.verdict}: `), line.words)))))));
+          h("td", {}, h("span", { class: PASSING[line.verdict] ?? "wrong" }, `${line.verdict}: `), line.words)))))));
   };
   if (isReport) { get("/api/jobs/verify").then((job) => (job.result ? table(job.result) : fill(place, h("p", { class: "note" }, KEYS_ONLY)))).catch((error) => shown(place, error)); return; }
   if (verified) { table(verified); return; }

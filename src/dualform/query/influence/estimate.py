@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualform.curvature.loss_mean import LOSS_MEANS, LossMean
+from dualform.curvature.loss_mean import LOSS_MEANS, RECORDED_MEAN, LossMean
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.layers.streams import Layer
@@ -21,10 +21,11 @@ from dualform.query.influence.kernel import kernel_scores
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import Question, map_queries
 from dualform.query.influence.scores import Scores
-from dualform.query.influence.segments import segments
+from dualform.query.influence.segments import Segment, segments
 from dualform.query.influence.sketch import sketched_scores
 from dualform.query.influence.whitened import whitened_scores
 from dualform.query.targets import Target, TargetReader
+from dualform.store.collection import collection_of, spans_of
 from dualform.store.reader import Store
 
 Method = Callable[[Problem], Scores]
@@ -85,11 +86,13 @@ def estimate(
             return output_of(model_at(end).eval(), reader.inputs)
 
     aim = reader.margin(target, trained_output)
+    collection = collection_of(store)
     questions = []
     for segment in report("queries", found, progress):
         model = model_at(segment.moment).eval()
         captured = run(model, layers, reader.inputs, reader.rows, store.manifest.batch_axis, aim)
-        questions.append(_question(store, captured.layers, dtype))
+        weight = 1.0 if collection is None else collection.weight(_checkpoint(store, segment))
+        questions.append(_question(store, captured.layers, dtype, weight))
     called = [layer for layer in layers if all(layer.name in question for question in questions)]
     if not called:
         raise QuestionError("none of these layers was called for these inputs.")
@@ -110,8 +113,13 @@ def estimate(
     return Influence(scorer, silent=settings.silent, executor=executor)
 
 
-def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype) -> Question:
-    """Return what is asked of each layer that the target depends on."""
+def _checkpoint(store: Store, segment: Segment) -> int:
+    """Return the checkpoint that a segment of a collection ends with: the queries are taken from its weights."""
+    return next(span.checkpoint for span in spans_of(store, store.end_step) if segment.end <= span.end)
+
+
+def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype, weight: float) -> Question:
+    """Return what is asked of each layer that the target depends on. weight: scores, which are linear in a query's gradient, are multiplied by it."""
     question = {}
     for name, found in captured.items():
         if found.gradients is None:
@@ -119,8 +127,16 @@ def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype
         _, layer = store.layer(name)
         queries = found.queries.to("cpu", dtype)
         slopes = found.gradients.to("cpu", dtype)
+        if weight != 1.0:
+            slopes = slopes * weight
         question[name] = map_queries(layer, queries, slopes)
     return question
+
+
+def told_loss_mean(store: Store) -> str:
+    """Return what the loss was a mean over, as far as the store knows."""
+    collection = collection_of(store)
+    return RECORDED_MEAN if collection is None else collection.loss_mean
 
 
 def loss_mean_of(store: Store, mean: str) -> LossMean:

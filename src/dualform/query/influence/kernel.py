@@ -42,7 +42,7 @@ def kernel_scores(problem: Problem) -> RowScores:
     for segment, question, misfit in softmax_parts(problem, "kernel"):
         _check_memory(segment, problem.dtype, problem.memory)
         weights = misfit.weights(segment.first_row, segment.end_row)
-        by_layer = [_Rows(problem, segment, layer) for layer in problem.layers]
+        by_layer = [RowGradients(problem, segment, layer) for layer in problem.layers]
         scores.append(_solve(by_layer, weights, question, problem.damping or DAMPING))
     return RowScores(problem.segments, [layer.name for layer in problem.layers], scores)
 
@@ -60,7 +60,7 @@ def _check_memory(segment: Segment, dtype: torch.dtype, memory: int) -> None:
 
 
 def _solve(
-    by_layer: Sequence[_Rows],
+    by_layer: Sequence[RowGradients],
     weights: Tensor,
     question: Question,
     damping: float,
@@ -88,7 +88,7 @@ def _solve(
     return along / -added
 
 
-class _MapSlots(NamedTuple):
+class MapSlots(NamedTuple):
     """Slots of some rows, as one linear map sees them."""
 
     rows: slice
@@ -99,14 +99,14 @@ class _MapSlots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class RowGradients:
     """The rows of a segment in one layer."""
 
     problem: Problem
     segment: Segment
     layer: Layer
 
-    def slots(self, linear_map: LinearMap) -> Iterator[_MapSlots]:
+    def slots(self, linear_map: LinearMap) -> Iterator[MapSlots]:
         """Return the slots of all rows, some rows at a time."""
         problem = self.problem
         for window in self.segment.windows(problem.store, ROWS):
@@ -116,7 +116,7 @@ class _Rows:
                 divisors = piece.loss_divisors(problem.loss_mean, problem.dtype)
                 divisors = divisors.repeat_interleave(piece.positions)
                 rows = piece.places(self.segment.first_row)
-                yield _MapSlots(rows, piece.positions, keys, errors * divisors[:, None, None])
+                yield MapSlots(rows, piece.positions, keys, errors * divisors[:, None, None])
 
     def along(self, question: Question) -> Tensor:
         """Return ⟨the query's gradient, each row's⟩ in this layer, (examples, rows)."""
@@ -131,13 +131,17 @@ class _Rows:
     def add_gram(self, kernel: Tensor) -> None:
         """Add the inner products of the rows' gradients in this layer, (rows, rows)."""
         for linear_map in linear_maps(self.layer):
-            slots = self.slots(linear_map)
-            if linear_map.is_one_hot:
-                _add_one_hot(slots, linear_map, kernel)
-            elif linear_map.groups == 1 and one_slot_a_row(self.problem.store, self.layer, self.segment):
-                _add_outer(slots, linear_map, kernel)
-            else:
-                self._add_gradients(linear_map, kernel)
+            self.add_gram_of(linear_map, kernel)
+
+    def add_gram_of(self, linear_map: LinearMap, kernel: Tensor) -> None:
+        """Add those of one linear map."""
+        slots = self.slots(linear_map)
+        if linear_map.is_one_hot:
+            _add_one_hot(slots, linear_map, kernel)
+        elif linear_map.groups == 1 and one_slot_a_row(self.problem.store, self.layer, self.segment):
+            _add_outer(slots, linear_map, kernel)
+        else:
+            self._add_gradients(linear_map, kernel)
 
     def _add_gradients(self, linear_map: LinearMap, kernel: Tensor) -> None:
         """A gradient is a sum over positions: it is put together, for some of the outputs at a time."""
@@ -154,7 +158,7 @@ class _Rows:
             kernel.addmm_(gradients, gradients.T)
 
 
-def _add_outer(every: Iterable[_MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
+def _add_outer(every: Iterable[MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
     """A gradient is one outer product: ⟨G_i, G_j⟩ = (key · key)(error · error)."""
     keys = kernel.new_zeros(len(kernel), linear_map.width)
     errors = kernel.new_zeros(len(kernel), linear_map.outputs)
@@ -167,7 +171,7 @@ def _add_outer(every: Iterable[_MapSlots], linear_map: LinearMap, kernel: Tensor
         kernel[some] += of_keys * of_errors
 
 
-def _add_one_hot(every: Iterable[_MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
+def _add_one_hot(every: Iterable[MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:
     """Only rows with the same number have something in common: number by number."""
     owners = [np.zeros(0, np.int64)]
     numbers = [np.zeros(0, np.int64)]

@@ -17,6 +17,7 @@ from dualform.errors import QuestionError
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
 from dualform.query.influence.rows import RowPiece, row_pieces, slices
+from dualform.store.collection import collection_of, spans_of
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -55,21 +56,36 @@ def segments(
 
     given: at most this many epochs, spread over the run, first and last included; or the segments themselves, (begin, end) in steps.
     An epoch is as many steps as it takes to see each sample once, on average: rows / distinct entries of the column `sample`. Where it names
-    the sample of each position, a row holds several, and the median of the rows that each is in says how many epochs there were.
+    the sample of each position, a row holds several, and the median of the rows that each is in says how many epochs there were. Of a
+    collection, the checkpoints take the place of epochs.
     """
     steps = store.rows["step"].to_numpy()
     steps = steps[steps < end]
     if not len(steps):
         raise QuestionError(f"there are no rows before step {end}: nothing has an influence yet.")
-    ranges = _epochs(store, end, given, sample) if isinstance(given, int) else _checked(given, end)
+    if not isinstance(given, int):
+        ranges = _checked(given, end)
+    elif collection_of(store) is not None:
+        ranges = _checkpoints(store, end, given)
+    else:
+        ranges = _epochs(store, end, given, sample)
     snapshots = store.snapshot_steps()
     found = []
     for begin, stop in ranges:
         first_row, end_row = np.searchsorted(steps, [begin, stop]).tolist()
         if end_row > first_row:
-            moment = _moment(begin, stop, snapshots)
+            moment = stop if collection_of(store) is not None else _moment(begin, stop, snapshots)
             found.append(Segment(begin, stop, first_row, end_row, moment))
     return found
+
+
+def _checkpoints(store: Store, end: int, most: int) -> list[tuple[int, int]]:
+    """Return the steps of the checkpoints of a collection; of a single one, the last."""
+    _check_count(most)
+    spans = [(span.begin, span.end) for span in spans_of(store, end)]
+    if most == 1:
+        return spans[-1:]
+    return [spans[place] for place in evenly_spaced(0, len(spans) - 1, min(most, len(spans)))]
 
 
 def _moment(begin: int, end: int, snapshots: Sequence[int]) -> int:
@@ -96,13 +112,17 @@ def _epochs(
     most: int,
     sample: str | None,
 ) -> list[tuple[int, int]]:
-    if isinstance(most, bool) or most < 1:
-        raise QuestionError(f"segments={most!r}: expected at least 1, or (begin, end) pairs of steps.")
+    _check_count(most)
     count = min(_epoch_count(store, end, sample) or most, end)
     epochs = list(pairwise(evenly_spaced(0, end, count + 1)))
     if most == 1:
         return [epochs[count // 2]]
     return [epochs[place] for place in evenly_spaced(0, count - 1, min(most, count))]
+
+
+def _check_count(most: int) -> None:
+    if isinstance(most, bool) or most < 1:
+        raise QuestionError(f"segments={most!r}: expected at least 1, or (begin, end) pairs of steps.")
 
 
 def _epoch_count(store: Store, end: int, sample: str | None) -> int | None:
