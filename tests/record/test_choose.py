@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from dualform.errors import RecordingError
-from dualform.record.choose import choose, in_short
+from dualform.record.choose import choose, summary
 
 
 class Block(nn.Module):
@@ -24,8 +24,8 @@ class Model(nn.Module):
 
 def chosen(model, wanted=None, optimizers=None):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] if optimizers is None else optimizers
-    layers, *_, left_out = choose(model, optimizers, wanted)
-    return [layer.name for layer in layers], left_out
+    choice = choose(model, optimizers, wanted)
+    return [module.name for module in choice.recorded], choice.left_out
 
 
 EVERY = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "head", "norm"]
@@ -78,6 +78,20 @@ def test_shared():
     names, left_out = chosen(model, "blocks.0.*")
     assert names == ["blocks.0.second"]
     assert left_out == {"blocks.0.first": "its weight is shared by 'blocks.1.first', which is not recorded"}
+
+
+def test_shared_with_several_modules():
+    model = Model()
+    for module in (model.blocks[1].first, model.blocks[1].second):
+        module.weight = model.blocks[0].first.weight
+    _, left_out = chosen(model, "blocks.0.*")
+    reason = "its weight is shared by 'blocks.1.first' and 'blocks.1.second', which are not recorded"
+    assert left_out == {"blocks.0.first": reason}
+
+
+def test_an_excluded_layer_that_is_not_wanted():
+    with pytest.raises(RecordingError, match=r"exclude=\['norm'\] names no layer.* There are: 'head'"):
+        choose(Model(), [], "head", "norm")
 
 
 def test_shared_with_an_embedding():
@@ -138,4 +152,4 @@ def test_nothing_left_to_record_says_why():
 
 def test_what_several_blocks_leave_out_is_named_once():
     left_out = {"blocks.0.scale": "no rule", "blocks.1.scale": "no rule", "head": "in no optimizer"}
-    assert in_short(left_out) == "'blocks.*.scale' (2 of them): no rule; 'head': in no optimizer"
+    assert summary(left_out) == "'blocks.*.scale' (2 of them): no rule; 'head': in no optimizer"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import NotRecordedError, OptimizerError
-from dualform.record.optimizers import OPTIMIZERS, _without_hooks, listed, replay_for, warn_not_replayed
+from dualform.record.optimizers import OPTIMIZERS, _without_hooks, optimizer_list, replay_for, warn_not_replayed
 from training import assert_exact, assert_same_weights, network, samples, sgd, train
 
 
@@ -355,8 +355,8 @@ class Wrapper:
 
 def test_wrappers_of_optimizers_are_taken_off():
     inner = sgd(network())
-    assert listed(Wrapper(Wrapper(inner))) == [inner]
-    assert listed([inner, Wrapper(inner)]) == [inner, inner]
+    assert optimizer_list(Wrapper(Wrapper(inner))) == [inner]
+    assert optimizer_list([inner, Wrapper(inner)]) == [inner, inner]
 
 
 def test_keys_can_be_kept_under_any_optimizer(tmp_path):

@@ -93,5 +93,5 @@ def test_outputs_that_cannot_be_chosen(path, network, outputs, words):
 def test_some_outputs_and_deltas_of_groups_do_not_go_together(path):
     model = Decoding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RecordingError, match='totals of it can be of "keys" only'):
+    with pytest.raises(RecordingError, match='totals= can only be of "keys"'):
         dualform.record(model, optimizer, path, outputs={"decoder": [1]}, totals=["label"])

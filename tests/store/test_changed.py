@@ -8,7 +8,7 @@ from inconsistent import answers, network, record
 
 import dualform
 from dualform.errors import StoreChangedError, StoreDamagedError, StoreError
-from dualform.record import resuming
+from dualform.record.resuming import EarlierRecording
 from dualform.store import catalog
 from dualform.store.files import files_at
 from dualform.store.format import MANIFEST, read_manifest
@@ -202,7 +202,7 @@ def test_the_error_is_a_store_error():
 @pytest.mark.filterwarnings("ignore:resume. the optimizer has no momentum")
 def test_a_run_that_is_resumed_again_and_again_at_the_same_step(run):
     """The first to go on writes the snapshot of that step, which all others keep."""
-    data = resuming.manifest(files_at(run), 7)
+    data = EarlierRecording(files_at(run), 7).manifest
     (run / MANIFEST).write_bytes(data.dump())
     model = network()
     weights = dualform.open(run, model).at(7).model().state_dict()

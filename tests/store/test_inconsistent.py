@@ -17,7 +17,7 @@ from inconsistent import (
 )
 
 from dualform.errors import StoreDamagedError
-from dualform.record import resuming
+from dualform.record.resuming import EarlierRecording
 from dualform.store.files import files_at
 from dualform.store.reader import Store
 
@@ -87,7 +87,7 @@ def test_the_counts_of_a_cut_chunk_are_counted(tmp_path):
     """A run resumed in the middle of a chunk leaves the chunk's files as they are: only a part of them counts."""
     folder = tmp_path / "run"
     record(folder)
-    data = json.loads(resuming.manifest(files_at(folder), 7).dump())
+    data = json.loads(EarlierRecording(files_at(folder), 7).manifest.dump())
     write_manifest(folder, data)
     store = Store(files_at(folder))
     assert [(chunk.first_step, chunk.end_step) for chunk in store.manifest.chunks] == [(0, 2), (2, 4), (4, 6), (6, 7)]

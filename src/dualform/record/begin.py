@@ -1,12 +1,10 @@
-"""`dualform.record`: what the user said is checked, and everything that a recorder needs is put together."""
+"""`dualform.record`: checks what the user said, and puts together everything that a recorder needs."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -15,30 +13,28 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
-from dualform.record import optimizers, resuming
-from dualform.record.choose import EXCLUDED, Chosen, choose, described, in_short
+from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
 from dualform.record.curvature import OnlineCurvature
-from dualform.record.finished import snapshot_of
+from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
-from dualform.record.frozen import base_of
+from dualform.record.manifest import new_manifest
+from dualform.record.optimizers import optimizer_list, refuse_not_replayed, warn_not_replayed
+from dualform.record.outputs import keep_outputs
 from dualform.record.passes import PendingPasses
 from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
-from dualform.record.recording import Recording, Settings
-from dualform.record.steps import StepBuilder
-from dualform.record.totals import OnlineTotals, TotalsRequest, groupings
+from dualform.record.recording import ON_WRITE_ERROR, Recording
+from dualform.record.resuming import EarlierRecording
+from dualform.record.steps import ON_UNEXPLAINED, StepBuilder
+from dualform.record.totals import OnlineTotals, TotalsRequest, has_deltas, requested_groupings
 from dualform.record.unsupported import refuse_unsupported
 from dualform.store import format as store
-from dualform.store.files import files_at
+from dualform.store.files import WritableFiles, files_at
+from dualform.store.format import Grouping
 from dualform.store.lock import prepare
 from dualform.store.memory import Pool
-from dualform.store.tensors import tensor_checksum
 from dualform.store.writer import Writer
-from dualform.version import __version__
-
-ON_UNEXPLAINED = ("raise", "mark")
-ON_WRITE_ERROR = ("raise", "stop")
 
 
 def record(
@@ -66,116 +62,86 @@ def record(
 ) -> Recorder:
     """Record the training of a model into the folder `path`, from now until the recorder is closed.
 
-    layers: names or globs of `model.named_modules()`; default: all that can be recorded. exclude: those to leave out, or {name: reason}.
-    outputs: {layer: units} keeps error signals only for some output units of a huge layer; its attention weights stay whole,
-    and so do contributions to these units; it cannot be masked, nor rebuilt between snapshots.
-    batch_axis: the axis of the model's inputs that holds the rows, if it is not the first (1 for sequence-first models); or, by the
+    layers: names or globs of `model.named_modules()`; by default, every layer that can be recorded. exclude: those to leave out, or
+    {name: reason}.
+    outputs: {layer: units} keeps the error signals of only some output units of a huge layer. Its attention weights stay complete, and so
+    do contributions to these units; it cannot be masked, nor reconstructed between snapshots.
+    batch_axis: the axis of the model's inputs that holds the rows, if it is not the first (1 for sequence-first models). Or, by the
     names or globs of layers whose rows cannot be found, the axis of their inputs.
     check_rows: prove that each slot gets the name of its own row, by running the first batch of each kind again with its rows permuted.
-    on_unclear_rows: what to do where it is not clear which row a slot belongs to: "ask" (an error that names the cure), or "leave out"
+    on_unclear_rows: what to do where it is not clear which row a slot belongs to: "ask" (an error that says how to fix it), or "leave out"
     the rows of such slots.
-    dtype: how slots are stored; default: as the parameters, "float32" or "float64", which is exact to training's own
-    rounding. "float16" takes half the disk, and so does "bfloat16", which stores what autocast made without loss.
-    keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: disk
+    dtype: the type that slots are stored in. By default "float32", or "float64" if parameters are: exact up to training's own rounding.
+    "float16" takes half the disk space, and so does "bfloat16", which stores what autocast computed without loss.
+    keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: the store
     does not grow with the number of steps).
-    totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps
-    sums of keys only, {"label": "deltas"} parts of the weights only. totals_bytes: how much memory they may take.
-    curvature: count it while recording, in one step of eight, so that the first question for influence need not.
+    totals: columns (or tuples of columns) for whose groups totals are kept, in addition to slots. {"sample_id": "keys"} keeps only
+    sums of keys, {"label": "deltas"} only parts of the weights. totals_bytes: how much memory they may take.
+    curvature: estimate curvature while recording, in one of every eight steps, so that the first influence question need not do it.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
-    on_write_error: "raise", or "stop" recording with a warning and let the training go on (a full disk).
-    overwrite: replace a recording that is already there (nothing else is ever removed).
-    resume: go on with a recording that is already there, from its end (True) or from step n (an int): slots after it are
-    dropped, and the weights are compared with what the store says they were.
+    on_write_error: "raise", or "stop" recording with a warning and let training continue (a full disk).
+    overwrite: replace an existing recording (nothing else is ever removed).
+    resume: continue an existing recording, from its end (True) or from step n (an int). Slots after that step are dropped, and the
+    weights are compared with what the store knows of them.
     queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
     """
     require_polars()
-    for name, given, allowed in (
-        ("dtype", dtype, (None, *store.DTYPES)),
-        ("keep", keep, store.KEEPS),
-        ("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS),
-        ("on_unexplained", on_unexplained, ON_UNEXPLAINED),
-        ("on_write_error", on_write_error, ON_WRITE_ERROR),
-    ):
-        if given not in allowed:
-            raise RecordingError(f"{name}={given!r}: expected one of {', '.join(map(repr, allowed))}.")
+    _check_value("dtype", dtype, (None, *store.DTYPES))
+    _check_value("keep", keep, store.KEEPS)
+    _check_value("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS)
+    _check_value("on_unexplained", on_unexplained, ON_UNEXPLAINED)
+    _check_value("on_write_error", on_write_error, ON_WRITE_ERROR)
     refuse_unsupported(model, optimizer)
     if not isinstance(model, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
-    if curvature and keep != "slots":
-        raise RecordingError(
-            f'curvature=True needs keep="slots": influence asks for slots, and keep={keep!r} has none.'
-        )
-    outer = model
-    model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
-    several = optimizers.listed(optimizer)
-    wanted = groupings(totals, keep)
-    if any(grouping.kind != "keys" for grouping in wanted):
-        optimizers.refuse_not_replayed(several, "totals= of deltas")
-    if keep == "slots":
-        optimizers.warn_not_replayed(several)
-    chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
-    if outputs and any(grouping.kind != "keys" for grouping in wanted):
-        raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
-    base = base_of(model, several, {id(p) for one in chosen for p in one.parameters.values()})
-    waiting = [one for one in waiting if not base.keys() & one.parameters.keys()]
-    axes = _checked_axes(batch_axis, [*chosen, *waiting])
-    unasked = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
-    if unasked:
-        warnings.warn(f"not recorded: {in_short(unasked)}", stacklevel=2)
-    if dtype is None:
-        wide = any(p.dtype == torch.float64 for one in chosen for p in one.parameters.values())
-        dtype = "float64" if wide else "float32"
+    network = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
+    optimizers = optimizer_list(optimizer)
+    groupings = requested_groupings(totals, keep)
+    _refuse_contradictions(keep, groupings, has_outputs=bool(outputs), curvature=curvature)
+    _check_optimizers(optimizers, keep, groupings)
+
+    choice = choose(network, optimizers, layers, exclude)
+    choice.recorded = keep_outputs(choice.recorded, outputs)
+    axes = _checked_axes(batch_axis, choice.modules)
+    _warn_of_left_out(choice.left_out)
+
     files = files_at(path)
-    seed = private_seed()
-    if resume is False:
-        prepare(files, overwrite=overwrite)
-        before = None
+    earlier = _earlier_recording(files, resume, overwrite=overwrite)
+    if earlier is None:
+        seed = private_seed()
     else:
-        before = resuming.manifest(files, None if resume is True else resume)
-        seed = int(before.settings["seed"])
-    if before is not None:  # layers that entered during training come last in the store
-        order = {layer.name: number for number, layer in enumerate(before.layers)}
-        chosen.sort(key=lambda one: order.get(one.layers[0].name, len(order)))
+        seed = earlier.seed
+        earlier.sort(choice.recorded)
+
+    if dtype is None:
+        dtype = _default_dtype(choice.recorded)
     # Sums of keys alone need no error signals, and no gradient is put together again from them
-    errors = keep != "totals" or any(grouping.kind != "keys" for grouping in wanted)
-    owners = {layer.name: one.name for one in (*chosen, *waiting) for layer in one.layers}
-    names = {module: name for name, module in model.named_modules()}
-    rows = RowFinder(BatchAxes(axes, owners), names, check=check_rows, on_unclear=on_unclear_rows)
-    passes = PendingPasses(store_as=StoreAs(dtype, keep, Pool(queue_bytes), errors), rows=rows, seed=seed)
-    steps = StepBuilder(passes, several, keep=keep, on_unexplained=on_unexplained)
-    for one in chosen:
-        passes.enter(one.name, one.module, one.layers, one.parameters)
-    manifest = store.Manifest(
-        version=store.VERSION,
-        created_by=f"dualform {__version__}, torch {torch.__version__}",
-        keep=keep,
-        dtype=dtype,
-        layers=tuple(layer.layer for layer in passes.layers),
-        parameters=tuple(described({p.name: p.tensor for p in passes.parameters.values()})),
-        left_out=left_out,
-        batch_axis=axes,
-        settings={"seed": str(seed), **collection_settings(several)},
-        base={name: tensor_checksum(tensor) for name, tensor in base.items()},
-    )
+    needs_errors = keep != "totals" or has_deltas(groupings)
+    store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors)
+    rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
+    passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
+    for chosen in choice.recorded:
+        passes.enter(chosen.name, chosen.module, chosen.layers, chosen.parameters)
+    steps = StepBuilder(passes, optimizers, keep=keep, on_unexplained=on_unexplained)
     steps.watch.refuse_shared()
-    kept = None
-    if before is not None:
-        manifest = resuming.go_on(files, before, manifest, passes, steps)
-        kept = resuming.totals(files, manifest, wanted)
-        manifest = manifest if wanted else replace(manifest, totals=None)
-    weights = snapshot_of(model, steps)
-    sums = OnlineTotals(manifest, wanted, totals_bytes, weights, kept) if wanted else None
-    pool = passes.store_as.pool
-    writer = Writer(files, manifest, pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
+
+    manifest = new_manifest(passes, choice, axes, collection_settings(optimizers))
+    kept_totals = None
+    if earlier is not None:
+        manifest = earlier.go_on(manifest, passes, steps, groupings)
+        kept_totals = earlier.totals(groupings)
+    weights = snapshot_of(network, steps)
+    sums = OnlineTotals(manifest, groupings, totals_bytes, weights, kept_totals) if groupings else None
+    curvatures = OnlineCurvature() if curvature else None
+    writer = Writer(files, manifest, store_as.pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     recording: Recording | None = None
     try:
-        counted = OnlineCurvature() if curvature else None
-        settings = Settings(on_write_error, chunk_bytes)
-        recording = Recording(model, outer, several, writer, passes, steps, sums, counted, waiting, settings)
+        finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
+        recording = Recording(network, model, writer, passes, steps, finished, choice.waiting, on_write_error)
         return Recorder(recording)
     except BaseException:
-        # Nobody else can unlock the folder and remove the hooks
+        # The user has no recorder to close: unlock the folder and remove the hooks
         if recording is None:
             writer.abandon()
         else:
@@ -183,21 +149,77 @@ def record(
         raise
 
 
-def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[Chosen]) -> dict[str, int]:
-    """What the user said in batch_axis=: a number is the axis of the model's own inputs, whose name is empty."""
-    axes = {"": batch_axis} if isinstance(batch_axis, int) else dict(batch_axis or {})
-    names = {"", *(one.name for one in modules), *(layer.name for one in modules for layer in one.layers)}
+def _check_value(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        raise RecordingError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+def _refuse_contradictions(keep: str, groupings: Sequence[Grouping], *, has_outputs: bool, curvature: bool) -> None:
+    if curvature and keep != "slots":
+        raise RecordingError(
+            f'curvature=True needs keep="slots": only influence uses curvature, and it needs slots. You have keep={keep!r}.'
+        )
+    if has_outputs and has_deltas(groupings):
+        raise RecordingError('outputs= keeps only some of the error signals, so totals= can only be of "keys".')
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], keep: str, groupings: Sequence[Grouping]) -> None:
+    if has_deltas(groupings):
+        refuse_not_replayed(optimizers, "totals= of deltas")
+    if keep == "slots":
+        warn_not_replayed(optimizers, stacklevel=4)
+
+
+def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[ChosenModule]) -> dict[str, int]:
+    """Check batch_axis=. Returns axes by name or glob; the empty name stands for the inputs of the model itself."""
+    if batch_axis is None:
+        return {}
+    axes = {"": batch_axis} if isinstance(batch_axis, int) else dict(batch_axis)
+    names = [chosen.name for chosen in modules]
+    layers = [layer.name for chosen in modules for layer in chosen.layers]
     for pattern, axis in axes.items():
-        if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
+        if type(axis) is not int or axis < 0:
             raise RecordingError(
                 f"batch_axis={{{pattern!r}: {axis!r}}}: expected an axis counted from the front: 0, 1, …"
             )
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not matching(["", *names, *layers], pattern):
             raise RecordingError(
-                f"batch_axis names {pattern!r}, which is not recorded. Recorded layers: "
-                f"{', '.join(repr(one.name) for one in modules)}."
+                f"batch_axis names {pattern!r}, which is not recorded. Recorded layers: {', '.join(map(repr, names))}."
             )
     return axes
+
+
+def _row_finder(model: nn.Module, choice: Choice, axes: dict[str, int], *, check: bool, on_unclear: str) -> RowFinder:
+    owners = {}
+    for chosen in choice.modules:
+        for layer in chosen.layers:
+            owners[layer.name] = chosen.name
+    names = {module: name for name, module in model.named_modules()}
+    return RowFinder(BatchAxes(axes, owners), names, check=check, on_unclear=on_unclear)
+
+
+def _warn_of_left_out(left_out: Mapping[str, str]) -> None:
+    """Warn of what is not recorded, except for what the user has excluded."""
+    reasons = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
+    if reasons:
+        warnings.warn(f"not recorded: {summary(reasons)}", stacklevel=3)
+
+
+def _earlier_recording(files: WritableFiles, resume: bool | int, *, overwrite: bool) -> EarlierRecording | None:
+    """The recording to resume, if the user asks for that. Otherwise the folder is prepared for a new one."""
+    if resume is False:
+        prepare(files, overwrite=overwrite)
+        return None
+    return EarlierRecording(files, None if resume is True else resume)
+
+
+def _default_dtype(modules: Sequence[ChosenModule]) -> str:
+    """The type that slots are stored in by default."""
+    for chosen in modules:
+        for parameter in chosen.parameters.values():
+            if parameter.dtype == torch.float64:
+                return "float64"
+    return "float32"
 
 
 def private_seed() -> int:

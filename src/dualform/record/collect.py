@@ -118,7 +118,7 @@ def _described(
 def _parameters(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[nn.Parameter]:
     every = list(model.parameters())
     if optimizer is not None:
-        groups = chain.from_iterable(one.param_groups for one in optimizers.listed(optimizer))
+        groups = chain.from_iterable(one.param_groups for one in optimizers.optimizer_list(optimizer))
         every = list(chain.from_iterable(group["params"] for group in groups))
     found = [parameter for parameter in every if parameter.requires_grad]
     if not found:

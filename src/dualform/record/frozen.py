@@ -12,13 +12,15 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from dualform.record.optimizers import optimized_ids
+
 
 def frozen(model: nn.Module, optimizers: Sequence[Optimizer], recorded: Collection[int]) -> dict[str, nn.Parameter]:
     """The parameters that need no gradient and are in no optimizer, by name.
 
     recorded: ids of the parameters of recorded layers: a frozen weight beside a bias that is trained is one.
     """
-    optimized = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    optimized = optimized_ids(optimizers)
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from dualform.record.choose import Chosen, described
+from dualform.record.choose import ChosenModule
+from dualform.record.manifest import parameter_entries
 from dualform.record.parameters import RecordedParameter
 from dualform.record.passes import PendingPasses
 from dualform.record.recorded import RecordedModule
@@ -20,7 +21,7 @@ class LateLayers:
     """Modules that were left out because no optimizer had their parameters."""
 
     def __init__(
-        self, waiting: Sequence[Chosen], optimizers: Sequence[Optimizer], passes: PendingPasses, writer: Writer
+        self, waiting: Sequence[ChosenModule], optimizers: Sequence[Optimizer], passes: PendingPasses, writer: Writer
     ):
         self._optimizers = optimizers
         self._passes = passes
@@ -57,16 +58,16 @@ class LateLayers:
                 entered.append(self._enter(one))
         return entered
 
-    def _why_left_out(self, one: Chosen, with_totals: bool) -> str | None:
+    def _why_left_out(self, one: ChosenModule, with_totals: bool) -> str | None:
         if any(parameter.changed() for parameter in self._parameters[one.name]):
             return TOO_LATE
         return "entered an optimizer too late for totals" if with_totals else None
 
-    def _enter(self, one: Chosen) -> RecordedModule:
-        known = {parameter.name for parameter in self._passes.parameters.values()}
-        module = self._passes.enter(one.name, one.module, one.layers, one.parameters)
-        new = {name: tensor for name, tensor in one.parameters.items() if name not in known}
-        self._writer.add_layers(one.name, [layer.layer for layer in module.layers], described(new))
+    def _enter(self, late: ChosenModule) -> RecordedModule:
+        known = len(self._passes.parameters)
+        module = self._passes.enter(late.name, late.module, late.layers, late.parameters)
+        new = list(self._passes.parameters.values())[known:]
+        self._writer.add_layers(late.name, [layer.layer for layer in module.layers], parameter_entries(new))
         return module
 
     def _count_optimized(self) -> int:

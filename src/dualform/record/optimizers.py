@@ -140,18 +140,25 @@ def unwrapped(optimizer: object) -> object:
     return optimizer if inner is None else unwrapped(inner)
 
 
-def listed(given: object) -> list[Optimizer]:
+def optimizer_list(given: object) -> list[Optimizer]:
     """One optimizer or several, as a list, each without its wrappers."""
-    several: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
-    several = [unwrapped(one) for one in several]
-    for one in several:
-        if not isinstance(one, Optimizer):
+    optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
-                f"record() got {type(one).__name__!r} where it expected a torch.optim.Optimizer or a list of them."
+                f"record() got {type(optimizer).__name__!r} where it expected a torch.optim.Optimizer or a list of them."
             )
-    if not several:
+    if not optimizers:
         raise OptimizerError("record() got no optimizer: expected a torch.optim.Optimizer or a list of them.")
-    return several
+    return optimizers
+
+
+def optimized_ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of all parameters that optimizers update."""
+    return {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
 
 
 def why_not_replayed(name: str) -> str:
@@ -159,7 +166,7 @@ def why_not_replayed(name: str) -> str:
     return NOT_LINEAR.get(name, "its update is not known to be linear in the gradients")
 
 
-def warn_not_replayed(optimizers: Iterable[Optimizer]) -> None:
+def warn_not_replayed(optimizers: Iterable[Optimizer], *, stacklevel: int = 2) -> None:
     """Warn of optimizers whose updates cannot be replayed: their slots are recorded, but get no coefficients."""
     trained = [one for one in optimizers if not isinstance(one, FixedWeights)]
     for name in _not_replayed(trained):
@@ -171,7 +178,7 @@ def warn_not_replayed(optimizers: Iterable[Optimizer]) -> None:
             f"{name} cannot be replayed ({why_not_replayed(name)}). Keys and error signals are recorded and checked against every "
             f"gradient; attention and influence can be asked. Contributions, masks and verify() of the weights need coefficients: "
             f"train with one of {', '.join(kind.__name__ for kind in OPTIMIZERS)} for those.",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -9,19 +9,16 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dualform.errors import DualformError, RecordingError, WriterError
-from dualform.record.choose import Chosen
+from dualform.record.choose import ChosenModule
 from dualform.record.columns import read_batch
-from dualform.record.curvature import OnlineCurvature
 from dualform.record.finished import FinishedSteps
 from dualform.record.hooks import COMPILER, Capture
 from dualform.record.interrupts import INTERRUPTS
@@ -29,19 +26,12 @@ from dualform.record.late_layers import LateLayers
 from dualform.record.passes import PendingPasses
 from dualform.record.progress import StepProgress
 from dualform.record.steps import StepBuilder
-from dualform.record.totals import OnlineTotals
 from dualform.store.writer import Writer
 
 DROPPED = "its recorder was dropped without being closed"
+ON_WRITE_ERROR = ("raise", "stop")
+"""What is done when the writer fails: the error is raised, or the training goes on without a recorder."""
 UNFINISHED = "the weights are not stored: the last optimizer.step() did not return"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user said about a recording as a whole."""
-
-    on_write_error: str
-    chunk_bytes: int
 
 
 class Recording:
@@ -51,28 +41,28 @@ class Recording:
         self,
         model: nn.Module,
         outer: nn.Module,
-        optimizers: list[Optimizer],
         writer: Writer,
         passes: PendingPasses,
         steps: StepBuilder,
-        totals: OnlineTotals | None,
-        curvature: OnlineCurvature | None,
-        waiting: list[Chosen],
-        settings: Settings,
+        finished: FinishedSteps,
+        waiting: Sequence[ChosenModule],
+        on_write_error: str,
     ):
         """outer: what the training loop calls: the model, or what torch.compile(model) gave. waiting: modules that are recorded once their parameters are in an optimizer."""
         self.path = Path(writer.location)
         self._process = os.getpid()
-        self._model, self._optimizers, self._settings = model, optimizers, settings
-        self._writer, self._passes, self._steps = writer, passes, steps
+        self._writer = writer
+        self._passes = passes
+        self._steps = steps
+        self._finished = finished
+        self._on_write_error = on_write_error
         self._batches = 0
         self._is_detached = False
         self.is_closed = False
-        self._late = LateLayers(waiting, optimizers, passes, writer)
+        self._late = LateLayers(waiting, steps.optimizers, passes, writer)
         steps.watch.remember()
-        self._finished = FinishedSteps(model, writer, passes, steps, totals, curvature, settings.chunk_bytes)
-        self._progress = StepProgress(passes, steps, self._finished, writer.manifest.end_step)
-        self._capture = Capture(model, outer, self._passes, before_forward=self._adopt if self._late else None)
+        self._progress = StepProgress(passes, steps, finished, writer.manifest.end_step)
+        self._capture = Capture(model, outer, passes, before_forward=self._adopt if self._late else None)
         try:
             self._attach()
         except BaseException:
@@ -85,7 +75,7 @@ class Recording:
         if COMPILER in sys.modules:
             # What was compiled before, for this model or another one of its class, would ignore the new hooks
             torch.compiler.reset()
-        self._progress.attach(self._optimizers, self._is_recording, self._guarded)
+        self._progress.attach(self._steps.optimizers, self._is_recording, self._guarded)
 
     @property
     def finished(self) -> int:
@@ -268,7 +258,7 @@ class Recording:
         if not self._is_detached and not self._writer.failed:
             return True
         if self._is_detached:
-            if self._writer.failed and self._settings.on_write_error == "stop":
+            if self._writer.failed and self._on_write_error == "stop":
                 return False
             raise RecordingError(f"the recorder of {self.path} is closed. Record into a new folder.")
         return self._guarded(self._writer.check)
@@ -295,7 +285,7 @@ class Recording:
         return True
 
     def _raise_or_warn(self, error: WriterError, warned: list[str]) -> None:
-        if self._settings.on_write_error == "raise":
+        if self._on_write_error == "raise":
             raise error
         warned.append(f"recording has stopped, the training goes on: {error}")
 

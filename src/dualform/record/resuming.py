@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.projection import SLACK
+from dualform.record.choose import ChosenModule
 from dualform.record.edits import COUNTED_AS, WatchedParameter
 from dualform.record.parameters import RecordedParameter, roundoff
 from dualform.record.passes import PendingPasses
@@ -29,72 +30,136 @@ LOAD_STATE = (
 )
 
 
-def manifest(files: Files, step: int | None) -> Manifest:
-    """The manifest of a recording, cut at `step` (default: its end). Nothing on disk is changed yet."""
-    store = Store(files)
-    step = store.end_step if step is None else step
-    if store.manifest.keep == "totals" and step != store.end_step:
+class EarlierRecording:
+    """A recording that is gone on with. Nothing on disk is changed yet."""
+
+    def __init__(self, files: Files, step: int | None):
+        """step: where to go on; None: at its end."""
+        self._location = files.location
+        self._store = Store(files)
+        self.manifest = _manifest_until(self._store, self._store.end_step if step is None else step)
+        """As it was at that step."""
+
+    @property
+    def seed(self) -> int:
+        """Of the audit's random matrices."""
+        return int(self.manifest.settings["seed"])
+
+    def sort(self, modules: list[ChosenModule]) -> None:
+        """Bring modules into the order of the store, where layers that entered during training come last."""
+        numbers = {layer.name: number for number, layer in enumerate(self.manifest.layers)}
+        modules.sort(key=lambda chosen: numbers.get(chosen.layers[0].name, len(numbers)))
+
+    def go_on(
+        self, new: Manifest, passes: PendingPasses, steps: StepBuilder, groupings: Sequence[Grouping]
+    ) -> Manifest:
+        """Check that model and settings are those of the recording at that step. Returns the manifest to go on with."""
+        earlier = self.manifest
+        for name in ("keep", "dtype", "layers", "parameters", "base"):
+            self._compare_setting(name, getattr(earlier, name), getattr(new, name))
+        Checkpoint(self._store, earlier).compare(steps)
+        steps.first_row = _next_row(earlier)
+        for module in passes.modules:
+            module.called = any(self._has_slots(layer.number) for layer in module.layers)
+        # A collection may have further checkpoints now
+        collected = {name: text for name, text in new.settings.items() if name == SETTING}
+        return replace(
+            earlier,
+            created_by=new.created_by,
+            left_out=new.left_out,
+            batch_axis=new.batch_axis,
+            settings={**earlier.settings, **collected},
+            totals=earlier.totals if groupings else None,
+        )
+
+    def totals(self, groupings: Sequence[Grouping]) -> Store | None:
+        """The store with the totals to go on with, if any are wanted and there are."""
+        earlier = self.manifest
+        if not groupings:
+            if earlier.keep == "totals":
+                raise RecordingError(f"resume: {self._location} keeps totals; say the same totals= again.")
+            return None
+        if earlier.totals is None and earlier.end_step == 0:
+            return None
+        if earlier.totals is None or earlier.totals.groupings != tuple(groupings):
+            raise RecordingError(
+                f"resume: the totals in {self._location} are of another step or of other columns, so they cannot be carried on. Resume "
+                f"without totals= and build them afterwards: dualform totals RUN --by COLUMN."
+            )
+        return self._store
+
+    def _compare_setting(self, name: str, earlier: object, now: object) -> None:
+        if earlier != now:
+            raise RecordingError(
+                f"resume: the recording in {self._location} has other {name} than this model and these settings: "
+                f"{_shortened(earlier)} instead of {_shortened(now)}."
+            )
+
+    def _has_slots(self, layer: int) -> bool:
+        """Whether a layer was called before."""
+        earlier = self.manifest
+        if earlier.keep != "totals":
+            return any(chunk.slots[layer] for chunk in earlier.chunks)
+        return earlier.totals is not None and any(name.endswith(f".{layer}.visits") for name in self._store.totals())
+
+
+def _manifest_until(store: Store, step: int) -> Manifest:
+    """The manifest of a recording, cut at a step."""
+    manifest = store.manifest
+    location = store.location
+    if manifest.keep == "totals" and step != store.end_step:
         raise RecordingError(
-            f"resume={step}: {files.location} keeps totals only, as they were after step {store.end_step}: go on from there."
+            f"resume={step}: {location} keeps totals only, as they were after step {store.end_step}: go on from there."
         )
     if not 0 <= step <= store.end_step:
         raise RecordingError(
-            f"resume={step}: the recording in {files.location} is sealed up to step {store.end_step}. Go on from an earlier "
+            f"resume={step}: the recording in {location} is sealed up to step {store.end_step}. Go on from an earlier "
             f"checkpoint, or record into a new folder."
         )
-    chunks: list[Chunk] = []
-    for place, chunk in enumerate(store.manifest.chunks):
-        if chunk.first_step >= step:
-            break
-        chunks.append(chunk if chunk.end_step <= step else _cut(store, place, chunk, step))
+    chunks = [
+        chunk if chunk.end_step <= step else _cut_chunk(store, place, step)
+        for place, chunk in enumerate(manifest.chunks)
+        if chunk.first_step < step
+    ]
+    has_totals = manifest.totals is not None and manifest.totals.step == step
     return replace(
-        store.manifest,
+        manifest,
         chunks=tuple(chunks),
-        snapshots=tuple(s for s in store.manifest.snapshots if s.step <= step),
-        inexact={name: mark for name, mark in store.manifest.inexact.items() if mark.step < step},
-        totals=store.manifest.totals if store.manifest.totals and store.manifest.totals.step == step else None,
+        snapshots=tuple(snapshot for snapshot in manifest.snapshots if snapshot.step <= step),
+        inexact={name: mark for name, mark in manifest.inexact.items() if mark.step < step},
+        totals=manifest.totals if has_totals else None,
         ended=None,
     )
 
 
-def _cut(store: Store, place: int, chunk: Chunk, step: int) -> Chunk:
+def _cut_chunk(store: Store, place: int, step: int) -> Chunk:
     """A chunk up to a step: its files stay as they are, what comes after no longer counts."""
+    chunk = store.manifest.chunks[place]
     rows = store.rows_in(place).filter(pl.col("step") < step).height
-    slots, keys = list(chunk.slots), list(chunk.keys)
+    slots = []
+    keys = []
     for number, layer in enumerate(store.manifest.layers):
-        for part in store.chunks(layer.name, end_step=step):
-            if part.chunk is chunk:
-                slots[number] = part.slots
-                keys[number] = part.stored_keys if part.key_numbers is None else chunk.keys[number]
-        if not any(part.chunk is chunk for part in store.chunks(layer.name, end_step=step)):
-            slots[number], keys[number] = 0, 0
+        part = store.chunk_of(layer.name, place, step)
+        if part is None:
+            slots.append(0)
+            keys.append(0)
+            continue
+        slots.append(part.slots)
+        keys.append(part.stored_keys if part.key_numbers is None else chunk.keys[number])
     return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
 
 
-def go_on(files: Files, before: Manifest, now: Manifest, passes: PendingPasses, steps: StepBuilder) -> Manifest:
-    """Check that model and settings are those of the recording at that step; gives the manifest to go on with."""
-    for what in ("keep", "dtype", "layers", "parameters", "base"):
-        if getattr(before, what) != getattr(now, what):
-            raise RecordingError(
-                f"resume: the recording in {files.location} has other {what} than this model and these settings: "
-                f"{_short(getattr(before, what))} instead of {_short(getattr(now, what))}."
-            )
-    store = Store(files)
-    _Checkpoint(store, before).compare(steps)
-    steps.first_row = before.chunks[-1].first_row + before.chunks[-1].rows if before.chunks else 0
-    if before.keep == "totals" and before.totals is not None:
-        steps.first_row = before.totals.rows
-    for module in passes.modules:
-        module.called = any(_has_slots(store, before, layer.number) for layer in module.layers)
-    # A collection may have further checkpoints now
-    collected = {name: text for name, text in now.settings.items() if name == SETTING}
-    settings = {**before.settings, **collected}
-    return replace(
-        before, created_by=now.created_by, left_out=now.left_out, batch_axis=now.batch_axis, settings=settings
-    )
+def _next_row(manifest: Manifest) -> int:
+    """The number of the first row after those that are recorded."""
+    if manifest.keep == "totals" and manifest.totals is not None:
+        return manifest.totals.rows
+    if not manifest.chunks:
+        return 0
+    last = manifest.chunks[-1]
+    return last.first_row + last.rows
 
 
-class _Checkpoint:
+class Checkpoint:
     """What a recording knows of weights and optimizer state at the step that is gone on from."""
 
     def __init__(self, store: Store, before: Manifest):
@@ -281,30 +346,6 @@ def _is_same(known: Tensor, value: Tensor) -> bool:
     return torch.allclose(now, known.double(), rtol=unit, atol=torch.finfo(torch.float32).tiny, equal_nan=True)
 
 
-def _has_slots(store: Store, before: Manifest, layer: int) -> bool:
-    """Whether a layer was called in what is gone on with."""
-    if before.keep == "totals":
-        return before.totals is not None and any(name.endswith(f".{layer}.visits") for name in store.totals())
-    return any(chunk.slots[layer] for chunk in before.chunks)
-
-
-def totals(files: Files, now: Manifest, wanted: Sequence[Grouping]) -> Store | None:
-    """The totals to go on with, if any are wanted and there are."""
-    there = now.totals
-    if not wanted:
-        if now.keep == "totals":
-            raise RecordingError(f"resume: {files.location} keeps totals; say the same totals= again.")
-        return None
-    if there is None and now.end_step == 0:
-        return None
-    if there is None or there.groupings != tuple(wanted):
-        raise RecordingError(
-            f"resume: the totals in {files.location} are of another step or of other columns, so they cannot be carried on. Resume "
-            f"without totals= and build them afterwards: dualform totals RUN --by COLUMN."
-        )
-    return Store(files)
-
-
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     text = str(value)
     return text if len(text) < 200 else text[:200] + "…"

@@ -28,6 +28,8 @@ from dualform.recursions import KINDS
 from dualform.store import records
 from dualform.store.format import NO_ROW, Mark
 
+ON_UNEXPLAINED = ("raise", "mark")
+"""What is done when slots do not explain a gradient: an error is raised, or the layer is marked as inexact."""
 UNEXPLAINED = "has a gradient that its recorded slots do not explain"
 
 

@@ -25,22 +25,27 @@ from dualform.totals.groups import Numbering
 TotalsRequest = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
 
 
-def groupings(wanted: TotalsRequest | str | None, keep: str) -> tuple[Grouping, ...]:
-    """What the user said in totals=, checked."""
-    if not wanted:
+def requested_groupings(totals: TotalsRequest | str | None, keep: str) -> tuple[Grouping, ...]:
+    """Check what the user said in totals=."""
+    if not totals:
         if keep == "totals":
             raise RecordingError('keep="totals" needs totals=: the columns to keep totals for, e.g. totals=["label"].')
         return ()
-    if isinstance(wanted, str):
-        wanted = [wanted]
-    items = wanted.items() if isinstance(wanted, Mapping) else [(columns, "both") for columns in wanted]
-    found = []
-    for columns, kind in items:
+    if isinstance(totals, str):
+        totals = [totals]
+    kinds = totals.items() if isinstance(totals, Mapping) else [(columns, "both") for columns in totals]
+    groupings = []
+    for columns, kind in kinds:
         if kind not in KINDS:
             raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {', '.join(map(repr, KINDS))}.")
         names = (columns,) if isinstance(columns, str) else tuple(columns)
-        found.append(Grouping(names, "keys" if keep == "keys" else kind))
-    return tuple(found)
+        groupings.append(Grouping(names, "keys" if keep == "keys" else kind))
+    return tuple(groupings)
+
+
+def has_deltas(groupings: Sequence[Grouping]) -> bool:
+    """Whether totals of any grouping are parts of the weights, and not sums of keys alone."""
+    return any(grouping.kind != "keys" for grouping in groupings)
 
 
 class OnlineTotals:
@@ -61,7 +66,7 @@ class OnlineTotals:
         """beginning: weights and optimizer state when recording began. kept: totals to go on with."""
         self._wide = manifest.dtype == "float64"
         self._keeps_slots = manifest.keep != "totals"
-        self._deltas = any(grouping.kind != "keys" for grouping in wanted)
+        self._deltas = has_deltas(wanted)
         self._layers: list[Layer] = list(manifest.layers)
         self._parameters = [p.name for p in manifest.parameters]
         self._most = most_bytes
