@@ -253,7 +253,7 @@ def test_few_vectors_that_rounding_has_changed():
 def test_noise_of_16_bits_everywhere():
     before = values_of((64, 5))
     permutation, replacement, _ = moved_rows(64)
-    rounding = 1e-3 * np.random.default_rng(1).standard_normal((64, 5))
+    rounding = 3e-2 * np.random.default_rng(1).standard_normal((64, 5))
     permuted = Experiment(permutation, before[permutation] + rounding)
     replaced = Experiment(replacement, before[replacement])
     assert decide(readings((64, 5), 64), before, permuted, [replaced], is_coarse=True) == Decision(FIRST)
@@ -261,6 +261,18 @@ def test_noise_of_16_bits_everywhere():
     swapped = [1, 0, *range(2, 64)]
     permuted = Experiment(permutation, before[permutation][swapped] + rounding)
     assert decide(readings((64, 5), 64), before[swapped], permuted, [replaced], is_coarse=True).where is None
+
+
+def test_rounding_that_a_normalisation_has_enlarged():
+    """Features whose deviation is a thousandth of their mean or less: as a part of the deviation, float32 rounds a thousand times as much."""
+    before = values_of((8,))
+    permutation, replacement, _ = moved_rows(8)
+    rounding = 1e-4 * np.random.default_rng(1).standard_normal((2, 8))
+    permuted = Experiment(permutation, before[permutation] + rounding[0])
+    replaced = Experiment(replacement, values_of((8,))[::-1] + rounding[1])
+    assert decide(readings((8,), 8), before, permuted, [replaced]) == Decision(FIRST)
+    swapped = Experiment(permutation, before[permutation][[1, 0, *range(2, 8)]] + rounding[0])
+    assert decide(readings((8,), 8), before, swapped, [replaced]).where is None
 
 
 def test_mostly_padding_is_read_along_the_only_axis_that_fits_all():

@@ -43,8 +43,11 @@ ROUNDING = 1e-5
 """Differences below this fraction of an input's root mean square are rounding."""
 SAME_VECTOR = 1e-6
 """Vectors are the same if they differ by less than this fraction: so little that among many vectors few agree by accident."""
-CLEARLY_BETTER = 0.1
-"""If 16-bit arithmetic lets no reading fit up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's."""
+CLEARLY_BETTER = 1e-2
+"""If no reading fits up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's. A batch normalisation divides
+by the deviation of its inputs: where that is far below their mean, it enlarges their rounding."""
+CLEARLY_BETTER_IN_16_BITS = 0.1
+"""The same where 16-bit arithmetic rounds."""
 
 
 VECTORS_AT_ONCE = 4096
@@ -364,11 +367,17 @@ def _following(
             nearly.append(where)
     if exact or nearly:
         return exact or nearly
-    return _clearly_best(expected_by_reading, permuted) if is_coarse else []
+    share = CLEARLY_BETTER_IN_16_BITS if is_coarse else CLEARLY_BETTER
+    return _clearly_best(expected_by_reading, permuted, share)
 
 
-def _clearly_best(expected_by_reading: dict[RowAxis, Fingerprints], permuted: Experiment) -> list[RowAxis]:
-    """Where 16-bit arithmetic rounds more than ROUNDING, the reading that fits every row far better than any other reading does."""
+def _clearly_best(
+    expected_by_reading: dict[RowAxis, Fingerprints], permuted: Experiment, share: float
+) -> list[RowAxis]:
+    """Where arithmetic rounds more than ROUNDING, the reading that fits every row far better than any other reading does.
+
+    share: its error may be this fraction of the second best one's.
+    """
     rows = len(permuted.rows)
     errors = {
         where: np.abs(permuted.numbers - expected) for where, expected in expected_by_reading.items() if expected.size
@@ -381,7 +390,7 @@ def _clearly_best(expected_by_reading: dict[RowAxis, Fingerprints], permuted: Ex
     if best == SHARED or by_row is None:
         return []
     worst_row = float(np.median(by_row, axis=1).max())
-    is_clear = max(worst_row, usual[best]) <= CLEARLY_BETTER * usual[second]
+    is_clear = max(worst_row, usual[best]) <= share * usual[second]
     return [best] if is_clear else []
 
 
