@@ -37,6 +37,8 @@ from dualform.version import __version__
 
 ON_UNEXPLAINED = ("raise", "mark")
 ON_WRITE_ERROR = ("raise", "stop")
+PARTS = ("query", "slots", "remainder", "rounding", "target")
+"""The other columns of `contributions().parts()`."""
 
 
 def record(
@@ -55,6 +57,7 @@ def record(
     totals: TotalsRequest | str | None = None,
     totals_bytes: int = 1 << 30,
     curvature: bool = False,
+    initial: str = store.INITIAL,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
     overwrite: bool = False,
@@ -79,6 +82,7 @@ def record(
     totals: columns (or tuples of them) for whose groups totals are kept, also beside slots; {"sample_id": "keys"} keeps
     sums of keys only, {"label": "deltas"} parts of the weights only. totals_bytes: how much memory they may take.
     curvature: count it while recording, in one step of eight, so that the first question for influence need not.
+    initial: what the weights are when recording begins: "pretrained", say. Contributions call their initial part so.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
     on_write_error: "raise", or "stop" recording with a warning and let the training go on (a full disk).
@@ -152,7 +156,7 @@ def record(
         parameters=tuple(described({p.name: p.tensor for p in passes.parameters.values()})),
         left_out=left_out,
         batch_axis=axes,
-        settings={"seed": str(seed), **collection_settings(several)},
+        settings={"seed": str(seed), **_beginning(initial), **collection_settings(several)},
         base={name: tensor_checksum(tensor) for name, tensor in base.items()},
     )
     steps.watch.refuse_shared()
@@ -178,6 +182,15 @@ def record(
         else:
             recording.close_dropped()
         raise
+
+
+def _beginning(initial: str) -> dict[str, str]:
+    """What the manifest's settings say of the weights when recording began, if that is not what it usually is."""
+    if initial in PARTS or not initial.strip():
+        raise RecordingError(
+            f'initial={initial!r}: expected a word for the weights that recording begins with, such as "pretrained".'
+        )
+    return {} if initial == store.INITIAL else {"initial": initial}
 
 
 def _checked_axes(batch_axis: int | Mapping[str, int] | None, modules: Sequence[Chosen]) -> dict[str, int]:
