@@ -13,13 +13,14 @@ from rich.text import Text
 
 from dualform.figures.colours import colour_of
 from dualform.figures.results import Explained
-from dualform.store.format import SHARED
+from dualform.store.format import INITIAL, SHARED
 
 if TYPE_CHECKING:
     import polars as pl
 
     from dualform.demo import Demo
     from dualform.dual.certificate import Certificate
+    from dualform.dual.published import Published
     from dualform.evaluate.evaluation import Evaluation
     from dualform.query.explained import ExplainedMovement
 
@@ -58,6 +59,20 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
         console.print(
             Text(f"{equal} of {certificate.frame.height} parameters equal their dual; see the verdicts of the others.")
         )
+    if certificate.published is not None:
+        _show_published(console, certificate.published)
+
+
+def _show_published(console: Console, found: Published) -> None:
+    """The weights that are not the published ones, or that all are."""
+    if found.is_equal:
+        console.print(Text(f"All {found.frame.height} weights are those of {found.named}.", style="green"))
+        return
+    title = f"{len(found.differing)} of {found.frame.height} weights are not those of {found.named}"
+    table = _table(title, "parameter", "difference")
+    for name, text in found.differences().items():
+        table.add_row(escape(name), Text(text, style="yellow"))
+    console.print(table)
 
 
 def show_explained(console: Console, found: ExplainedMovement) -> None:
@@ -87,6 +102,8 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
     """What a store holds."""
     about = _table(str(info["path"]), "what", "value", header=False)
     about.add_row("origin", Text(info["origin"], style="yellow" if info["checkpoints"] else ""))
+    if info["initial"] != INITIAL:
+        about.add_row("began from", escape(info["initial"]))
     for one in info["checkpoints"]:
         rate = "" if one["learning_rate"] is None else f", learning rate {one['learning_rate']:g}"
         about.add_row("checkpoint", escape(f"{one['name']}: batches {one['begin']:,} to {one['end']:,}{rate}"))

@@ -270,3 +270,13 @@ def test_options_of_record_are_passed_on(tmp_path):
 def test_resume_is_no_option(tmp_path):
     with pytest.raises(RecordingError, match="resume="):
         record(make_trainer(tmp_path), tmp_path / "run", resume=True)
+
+
+def test_weights_of_from_pretrained_are_called_so(tmp_path):
+    gpt2().save_pretrained(tmp_path / "published")
+    pretrained = type(gpt2()).from_pretrained(tmp_path / "published")
+    for model, name in ((pretrained, "pretrained"), (gpt2(), "initial weights")):
+        record(make_trainer(tmp_path, model, num_train_epochs=1), tmp_path / name).train()
+        assert dualform.open(tmp_path / name).info()["initial"] == name
+    record(make_trainer(tmp_path, pretrained, num_train_epochs=1), tmp_path / "named", initial="phase one").train()
+    assert dualform.open(tmp_path / "named").info()["initial"] == "phase one"

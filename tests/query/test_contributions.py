@@ -6,7 +6,7 @@ from torch import nn
 
 import dualform
 from dualform.dual.coefficients import updates_of, walked
-from dualform.errors import QuestionError
+from dualform.errors import QuestionError, RecordingError
 from dualform.store import slots
 from reference import attention as reference
 from reference import ranking
@@ -212,3 +212,25 @@ def test_the_gradients_of_the_users_model_are_left_alone(trained):
     before = [p.grad.clone() for p in trained.model.parameters()]
     trained.dual.contributions(INPUTS)["2"].top(2)
     assert all(torch.equal(p.grad, g) for p, g in zip(trained.model.parameters(), before, strict=True))
+
+
+def test_the_initial_part_has_the_name_that_record_was_given(tmp_path, trained):
+    run = train(tmp_path / "run", chunk_bytes=2000, initial="pretrained")
+    answer = run.dual.contributions(INPUTS, target=2)["2"]
+    assert answer.parts().columns == ["query", "pretrained", "slots", "remainder", "rounding", "target"]
+    expected = trained.dual.contributions(INPUTS, target=2)["2"].parts()["initial"]
+    assert answer.parts()["pretrained"].to_list() == expected.to_list()
+    assert run.dual.info()["initial"] == "pretrained"
+    assert trained.dual.info()["initial"] == "initial weights"
+
+
+def test_a_resumed_recording_keeps_that_name(tmp_path):
+    run = train(tmp_path / "run", initial="pretrained", steps=2)
+    train(tmp_path / "run", resume=0)
+    assert run.dual.info()["initial"] == "pretrained"
+
+
+@pytest.mark.parametrize("name", ["slots", "target", " "])
+def test_names_of_other_parts_are_refused(tmp_path, name):
+    with pytest.raises(RecordingError, match="expected a word for the weights"):
+        train(tmp_path / "run", initial=name)

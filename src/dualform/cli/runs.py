@@ -76,10 +76,17 @@ def verify(
         int | None,
         typer.Option(help="Verify the network as it was after this many steps.", show_default="the end"),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Weights that were published: .safetensors, .pt or a folder of Hugging Face. Are they those of this training?",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="So many parameters or segments of training at a time.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Compare each recorded parameter with its dual form. Exits with 1 unless all of them pass."""
+    """Compare each recorded parameter with its dual form. Exits with 1 unless all of them pass, and are the published ones."""
     import dualform
     from dualform.terminal import show_certificate
 
@@ -87,12 +94,13 @@ def verify(
     if step is not None:
         dual = dual.at(step)
     with progress_bars() as progress:
-        certificate = dual.verify(workers=workers, progress=progress)
+        certificate = dual.verify(checkpoint=checkpoint, workers=workers, progress=progress)
     if as_json:
         print(certificate.to_json())
     else:
         show_certificate(Console(), certificate)
-    if not certificate.passed:
+    is_published = certificate.published is None or certificate.published.is_equal
+    if not certificate.passed or not is_published:
         raise typer.Exit(FAILED)
 
 

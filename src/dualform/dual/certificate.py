@@ -28,6 +28,7 @@ from dualform.dual.coefficients import not_replayed, update_table
 from dualform.dual.gradient_sizes import projection_of, wrong_size
 from dualform.dual.gradients import compute_dtype, description
 from dualform.dual.masked import masked_by_groups, rebuild_each
+from dualform.dual.published import Published
 from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, roundoff, weights_floor
 from dualform.dual.rows import kept_rows
 from dualform.dual.totals import find
@@ -66,6 +67,8 @@ class Certificate:
     rows: pl.DataFrame
     """How it is known which row a slot belongs to, one line for each layer: where the rows are in its input, at which step that was
     proved, from which step on it is assumed, and why."""
+    published: Published | None = None
+    """The weights beside those of a published checkpoint, if one was given."""
 
     @property
     def passed(self) -> bool:
@@ -90,6 +93,7 @@ class Certificate:
                 "compared_with": self.compared_with,
                 "parameters": rows,
                 "rows": self.rows.to_dicts(),
+                "published": None if self.published is None else self.published.frame.to_dicts(),
             },
             indent=1,
         )
@@ -104,7 +108,8 @@ class Certificate:
             f"{row['verdict']}: {row['reason']}"
             for row in self.frame.to_dicts()
         ]
-        return "\n".join([*lines, *self._about_rows()])
+        published = [] if self.published is None else [str(self.published)]
+        return "\n".join([*lines, *self._about_rows(), *published])
 
     def _about_rows(self) -> list[str]:
         """How the names of slots are known: sums cannot show that."""

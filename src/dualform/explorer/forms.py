@@ -238,6 +238,8 @@ class Parts(Form):
     """Initial part + slots + remainder = target."""
 
     initial: float
+    name: str = "initial part"
+    """What the initial part is called."""
     slots: float
     remainder: float
     target: float

@@ -172,8 +172,11 @@ class Scoring:
 
         def compute() -> Parts:
             inputs = self._predictions.inputs(address)
-            line = self._subject.dual.contributions(inputs, target=target)[layer].parts().row(0, named=True)
-            return Parts(**{name: line[name] for name in ("initial", "slots", "remainder", "target")})
+            answer = self._subject.dual.contributions(inputs, target=target)[layer]
+            line = answer.parts().row(0, named=True)
+            column = answer.initial_column
+            numbers = {name: line[name] for name in ("slots", "remainder", "target")}
+            return Parts(initial=line[column], name="initial part" if column == "initial" else column, **numbers)
 
         return self._parts.get((address, layer, target), compute)
 

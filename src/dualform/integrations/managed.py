@@ -39,6 +39,10 @@ class ManagedRecording:
         self.recorder: Recorder | None = None
         """Only while training is recorded."""
 
+    def began_from(self, initial: str) -> None:
+        """Say what the weights are when recording begins, unless the user has."""
+        self._options.setdefault("initial", initial)
+
     def begin(
         self,
         model: nn.Module,

@@ -37,7 +37,7 @@ def record(
     documents: the dataset given to an SFTTrainer that packs. Each position of a packed row is then named by the number (or `sample_id`) of its
     document; without it, by the number of its piece in the packed dataset.
     verify: verify the recording after the training, and log the largest gap.
-    options: those of `dualform.record()`.
+    options: those of `dualform.record()`. initial= is "pretrained" where the model is known to come from from_pretrained().
     """
     if isinstance(trainer, RecordedTrainer):
         raise RecordingError("the training of this trainer is recorded already.")
@@ -99,6 +99,8 @@ class RecordedTrainer(Trainer):
         optimizer = cast(torch.optim.Optimizer, self.optimizer)
         left_out = {} if self.head is None else {self.head: FUSED_HEAD}
         resume = self.recording.steps_at(self.state.global_step)
+        if is_pretrained(self.model):
+            self.recording.began_from("pretrained")
         self.recording.begin(model, optimizer, resume=resume, left_out=left_out)
 
     def end_recording(self) -> None:
@@ -131,6 +133,12 @@ class _Moments(TrainerCallback):
         # The trainer's summary, right before it may load the best checkpoint. on_train_end comes after that
         if "train_runtime" in (logs or {}) and self._trainer.recording.recorder is not None:
             self._trainer.end_recording()
+
+
+def is_pretrained(model: Any) -> bool:
+    """Return whether all weights that are trained are known to come from from_pretrained(): not so of adapters, and of a new head."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return bool(trained) and all(getattr(parameter, "_is_hf_initialized", False) for parameter in trained)
 
 
 def refuse_parallel(trainer: Trainer) -> None:

@@ -22,6 +22,7 @@ from dualform.query.attention import part_columns
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.reducers import Sum
 from dualform.query.scan import query_blocks, scan
+from dualform.store.format import INITIAL
 
 GATES = {4: ("i", "f", "g", "o"), 1: ("h",)}
 
@@ -77,9 +78,16 @@ class LayerContributions(Answer):
         gradients[..., low:high] = self._scorer.gradients[..., low:high]
         return self._with(self._scorer.for_uses(self._scorer.uses, gradients))
 
+    @property
+    def initial_column(self) -> str:
+        """The column of parts() that holds the initial part."""
+        name = self._scorer.store.manifest.initial
+        return "initial" if name == INITIAL else name
+
     def parts(self) -> pl.DataFrame:
         """Return, for each query: initial part + slots + remainder = target.
 
+        The initial part is in the column `initial`, or in one with the name that record(initial=…) gave it, such as `pretrained`.
         The remainder is rounding where the target is an output of this layer; in hidden layers it is what the first
         order leaves out (what later layers add by themselves). Slots of layers that share the weight are included.
         rounding: the part of the remainder that training's own rounding wrote into the weights, which no slot explains: large where
@@ -98,7 +106,7 @@ class LayerContributions(Answer):
         return pl.DataFrame(
             {
                 "query": pl.Series(range(len(self._target)), dtype=pl.Int64),
-                "initial": initial.numpy(),
+                self.initial_column: initial.numpy(),
                 "slots": slots.numpy(),
                 "remainder": (self._target - initial - slots).numpy(),
                 "rounding": None if trained is None else (trained - initial - slots).numpy(),

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import import_module
@@ -15,10 +16,12 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
+from dualform.checkpoints import StateDict, read_checkpoint
 from dualform.dual import certificate
 from dualform.dual.compact import Compact, compact, compacted_weights
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
+from dualform.dual.published import Published, compare
 from dualform.dual.weights import Reached
 from dualform.errors import InexactWarning, NotRecordedError, QuestionError
 from dualform.forked import require_polars
@@ -150,12 +153,29 @@ class Dual:
             states.setdefault(parameter, {})[state] = value
         return states
 
-    def verify(self, *, workers: int = 1, progress: Progress | None = None) -> certificate.Certificate:
+    def verify(
+        self,
+        *,
+        checkpoint: StateDict | str | os.PathLike[str] | None = None,
+        workers: int = 1,
+        progress: Progress | None = None,
+    ) -> certificate.Certificate:
         """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict.
 
-        workers: threads, as for masked().
+        checkpoint: a state dict, or a file or folder with one: whether these weights are the published ones, `.published`. workers: threads, as
+        for masked().
         """
-        return certificate.verify(self.store, self.end_step, progress, workers)
+        found = certificate.verify(self.store, self.end_step, progress, workers)
+        if checkpoint is None:
+            return found
+        return replace(found, published=self._compared_with(checkpoint))
+
+    def _compared_with(self, checkpoint: StateDict | str | os.PathLike[str]) -> Published:
+        is_path = isinstance(checkpoint, (str, os.PathLike))
+        published = read_checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+        first = self._network.weights_at(0)
+        last = self._network.weights_at(self.end_step)
+        return compare(first, last, published, str(checkpoint) if is_path else "the checkpoint")
 
     # Moments of training
 

@@ -23,6 +23,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
     return {
         "path": store.location,
         "origin": _origin(store),
+        "initial": manifest.initial,
         "created_by": manifest.created_by,
         "ended": manifest.ended or "not yet, or killed: what is sealed is here",
         "steps": store.end_step,

@@ -36,6 +36,9 @@ from dualform.store.lock import prepare
 from dualform.store.memory import Pool
 from dualform.store.writer import Writer
 
+PARTS = ("query", "slots", "remainder", "rounding", "target")
+"""The other columns of `contributions().parts()`."""
+
 
 def record(
     model: nn.Module,
@@ -53,6 +56,7 @@ def record(
     totals: TotalsRequest | str | None = None,
     totals_bytes: int = 1 << 30,
     curvature: bool = False,
+    initial: str = store.INITIAL,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
     overwrite: bool = False,
@@ -78,6 +82,7 @@ def record(
     totals: columns (or tuples of columns) for whose groups totals are kept, in addition to slots. {"sample_id": "keys"} keeps only
     sums of keys, {"label": "deltas"} only parts of the weights. totals_bytes: how much memory they may take.
     curvature: estimate curvature while recording, in one of every eight steps, so that the first influence question need not do it.
+    initial: what the weights are when recording begins, "pretrained" for example. Contributions call their initial part so.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
     on_write_error: "raise", or "stop" recording with a warning and let training continue (a full disk).
@@ -126,7 +131,7 @@ def record(
     steps = StepBuilder(passes, optimizers, keep=keep, on_unexplained=on_unexplained)
     steps.watch.refuse_shared()
 
-    manifest = new_manifest(passes, choice, axes, collection_settings(optimizers))
+    manifest = new_manifest(passes, choice, axes, {**_beginning(initial), **collection_settings(optimizers)})
     kept_totals = None
     if earlier is not None:
         manifest = earlier.go_on(manifest, passes, steps, groupings)
@@ -147,6 +152,15 @@ def record(
         else:
             recording.close_dropped()
         raise
+
+
+def _beginning(initial: str) -> dict[str, str]:
+    """What the manifest's settings say of the weights when recording began, if that is not what it usually is."""
+    if initial in PARTS or not initial.strip():
+        raise RecordingError(
+            f'initial={initial!r}: expected a word for the weights that recording begins with, such as "pretrained".'
+        )
+    return {} if initial == store.INITIAL else {"initial": initial}
 
 
 def _check_value(name: str, value: str | None, allowed: Sequence[str | None]) -> None:

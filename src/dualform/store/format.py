@@ -40,6 +40,10 @@ SHARED = "shared"
 """What such slots are called where people read of them; in tables, their row and the user's columns are null."""
 
 
+INITIAL = "initial weights"
+"""What the weights were when recording began, unless the user says otherwise ("pretrained")."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One recorded parameter: its place in the list is its number in chunks and in updates."""
@@ -187,6 +191,11 @@ class Manifest:
         if self.keep == "totals":
             return self.totals.step if self.totals else 0
         return self.chunks[-1].end_step if self.chunks else 0
+
+    @property
+    def initial(self) -> str:
+        """What the weights were when recording began, in the user's words."""
+        return self.settings.get("initial", INITIAL)
 
     def with_session(self) -> Manifest:
         """The manifest of a new session, which goes on after the last sealed step."""

@@ -102,7 +102,7 @@ function layerCard(sources, { run, found, layer }) {
 }
 
 function split(sources, unit) {
-  const lines = [{ name: "initial part", value: sources.parts.initial, colour: "var(--faint)" }];
+  const lines = [{ name: sources.parts.name, value: sources.parts.initial, colour: "var(--faint)" }];
   if (sources.totals.length) lines.push(...sources.totals.map((total) => ({ name: total.name, value: total.total, colour: colourOf(total.colour) })));
   else lines.push({ name: "all slots", value: sources.parts.slots, colour: "var(--bar)" });
   const so = lines.reduce((sum, line) => sum + line.value, 0);
