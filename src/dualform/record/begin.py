@@ -128,7 +128,7 @@ def record(
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
     for chosen in choice.recorded:
         passes.enter(chosen.name, chosen.module, chosen.layers, chosen.parameters)
-    steps = StepBuilder(passes, optimizers, keep=keep, on_unexplained=on_unexplained)
+    steps = StepBuilder(passes, optimizers, on_unexplained=on_unexplained)
     steps.watch.refuse_shared()
 
     manifest = new_manifest(passes, choice, axes, {**_beginning(initial), **collection_settings(optimizers)})

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.record.optimizers import Numbers, replay_for
 from dualform.record.parameters import RecordedParameter
-from dualform.recursions import KINDS
 
 EDITED = "was changed since the last step by something else than its optimizer (load_state_dict, .data, an average of weights, a constraint)"
 EDITED_GRADIENT = "had its gradient changed by an optimizer hook that runs after the recorder's, so its slots do not explain its update"
@@ -44,11 +43,8 @@ class WatchedParameter:
     tensors: dict[str, Tensor]
     """… and those that it has."""
     counters: dict[str, float]
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer's coefficients are matrices."""
-        return self.kind in KINDS and KINDS[self.kind].elementwise
+    is_elementwise: bool
+    """Whether the optimizer's coefficients are matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +92,16 @@ class OptimizerWatch:
         """The name of its recursion, or of its class if it has none."""
         return self._replay.kind if self._replay else type(self._optimizer).__name__
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether its coefficients are matrices."""
+        return self._replay is not None and self._replay.is_elementwise
+
+    def unscaled(self) -> float:
+        """What it multiplies gradients by first: a loss scaler may leave the division to a fused optimizer."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        return 1 / float(scale or 1.0)
+
     def refresh(self) -> bool:
         """List its parameters again if a group, a parameter or a layer is new (load_state_dict makes new groups); gives whether one is."""
         groups = self._optimizer.param_groups
@@ -136,7 +142,7 @@ class OptimizerWatch:
         for parameter, state in zip(self.recorded, self.states(), strict=True):
             tensors = {name: value for name in names if isinstance(value := state.get(name), Tensor)}
             counters = {name: float(state[name]) for name in COUNTED_AS if self._replay is not None and name in state}
-            yield WatchedParameter(parameter, self.kind, names, tensors, counters)
+            yield WatchedParameter(parameter, self.kind, names, tensors, counters, self.is_elementwise)
 
     def gradients(self) -> Gradients:
         """The gradients that the coming update is made of.
@@ -196,9 +202,7 @@ class OptimizerWatch:
             before = known.pop((one.parameter, one.name), None)
             if before is None or not one.is_same(before):
                 yield one.parameter
-        if (
-            self.kind in KINDS and KINDS[self.kind].elementwise
-        ):  # SGD begins afresh without its buffer, which is written down
+        if self.is_elementwise:  # SGD begins afresh without its buffer, which is written down
             yield from (parameter for parameter, _ in known)
 
 

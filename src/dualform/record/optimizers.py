@@ -43,6 +43,11 @@ class Replay:
         return shared, self.own(shared, states)
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether coefficients are matrices: an update is not linear in the gradient as a whole."""
+        return KINDS[self.kind].elementwise
+
+    @property
     def state(self) -> tuple[str, ...]:
         """The state tensors that belong to the initial part."""
         return KINDS[self.kind].state

@@ -1,0 +1,120 @@
+"""The gradients that an optimizer is about to use, each explained by the slots of backward passes.
+
+What a gradient was multiplied by after a backward pass (clipping, loss scaling) is found for each gradient by itself (`audit.py`). A
+gradient that tells it poorly, since it is little more than rounding, takes it from the other gradients of the same update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dualform.projection import Projected, wide_enough
+from dualform.record import audit
+from dualform.record.edits import OptimizerWatch
+from dualform.record.optimizers import Numbers
+from dualform.record.parameters import PassShare, RecordedParameter
+from dualform.store.records import Array
+
+
+@dataclass(slots=True)
+class ExplainedGradient:
+    """A gradient, and how the slots explain it."""
+
+    parameter: RecordedParameter
+    tensor: Tensor
+    projected: Projected
+    """The gradient, seen through R."""
+    shares: list[PassShare]
+    """The backward passes that have added to it."""
+    verdict: audit.Verdict
+    settings: Numbers
+    """The numbers by which the optimizer updates the parameter."""
+    unscaled: float
+    """What the optimizer multiplies the gradient by before it uses it."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is not zero, but no larger than the rounding of its terms."""
+        return not self.verdict.determined and any(share.scale for share in self.shares)
+
+    @property
+    def size(self) -> float:
+        """About the norm of the gradient as the optimizer uses it."""
+        return self.verdict.size * self.unscaled / math.sqrt(self.parameter.columns)
+
+    def factors(self) -> dict[int, float]:
+        """By backward pass: what its part of the gradient is multiplied by. Passes that take no part are left out."""
+        factors = {}
+        for share, factor in zip(self.shares, self.verdict.factors, strict=True):
+            if factor != 0:
+                factors[share.task] = factor * self.unscaled
+        return factors
+
+    def copy(self) -> Array:
+        """The gradient as the optimizer uses it."""
+        tensor = self.tensor.detach().cpu()
+        copy: Array = tensor.to(wide_enough(tensor.dtype), copy=True).numpy()
+        return copy if self.unscaled == 1 else copy * self.unscaled
+
+
+def explain_gradients(watch: OptimizerWatch) -> list[ExplainedGradient]:
+    """Explain the gradient of each recorded parameter of an optimizer that has one."""
+    gradients = []
+    unscaled = watch.unscaled()
+    for parameter, settings in zip(watch.recorded, watch.settings(), strict=True):
+        gradient = parameter.tensor.grad
+        if gradient is not None:
+            gradients.append(_explained(parameter, gradient, settings, unscaled))
+    _share_factors(gradients)
+    return gradients
+
+
+def _explained(parameter: RecordedParameter, gradient: Tensor, settings: Numbers, unscaled: float) -> ExplainedGradient:
+    projected = parameter.project(gradient)
+    shares = [share for share in parameter.shares if share.counted]
+    coarse = [share for share in shares if share.coarse_dtype is not None]
+    if coarse:
+        hidden = parameter.hidden_part(gradient, projected)
+        roundoffs = [parameter.bound_coarse_error(share, hidden) for share in coarse]
+        settings = {**settings, "autocast": max(roundoffs)}
+    if all(share.audited for share in shares):
+        verdict = audit.explain(shares, projected, parameter.roundoff)
+    else:
+        verdict = audit.unaudited(shares)
+    return ExplainedGradient(parameter, gradient, projected, shares, verdict, settings, unscaled)
+
+
+def _share_factors(gradients: Sequence[ExplainedGradient]) -> None:
+    """Let gradients that tell their factors poorly take those of gradients that tell them well."""
+    verdicts = [gradient.verdict for gradient in gradients]
+    audit.share_factors(verdicts)
+    likely = audit.likely_factors(verdicts)
+    is_any_determined = any(verdict.determined for verdict in verdicts)
+    for gradient in gradients:
+        if gradient.verdict.determined or not gradient.shares:
+            continue
+        if not gradient.tensor.detach().any():
+            continue
+        # It is nothing but rounding, like the gradient of a bias before a normalisation
+        gradient.verdict = _explained_by_any(gradient, likely)
+        if gradient.verdict.explained or is_any_determined:
+            continue
+        is_kept = not gradient.parameter.is_matrix
+        if is_kept:
+            roundoff = gradient.parameter.roundoff
+            gradient.verdict = audit.explain_rounding(gradient.shares, gradient.projected, roundoff)
+
+
+def _explained_by_any(gradient: ExplainedGradient, factors: Sequence[float]) -> audit.Verdict:
+    """Explain a gradient by the first of these factors of its last backward pass that does so."""
+    roundoff = gradient.parameter.roundoff
+    verdict = gradient.verdict
+    for factor in factors:
+        verdict = audit.explain(gradient.shares, gradient.projected, roundoff, last_factor=factor)
+        if verdict.explained:
+            return verdict
+    return verdict
