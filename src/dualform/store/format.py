@@ -188,6 +188,10 @@ class Manifest:
             return self.totals.step if self.totals else 0
         return self.chunks[-1].end_step if self.chunks else 0
 
+    def is_vector(self, parameter: str) -> bool:
+        """Whether a parameter is a bias or an elementwise weight: its gradients are kept themselves."""
+        return any(parameter in layer.vectors() for layer in self.layers)
+
     def with_session(self) -> Manifest:
         """The manifest of a new session, which goes on after the last sealed step."""
         # One that began at this very step may have written the snapshot of it, which stays
