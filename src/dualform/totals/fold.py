@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Floats
 from dualform.layers.keys import Numbers
-from dualform.recursions import KINDS
+from dualform.recursions import KINDS, Walked
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.elementwise import ElementwiseFold
 from dualform.totals.group_tensors import OF, Deltas, GroupTensors
@@ -52,7 +53,7 @@ class Accumulated:
         self._by_group = GroupTensors(len(self.groupings))
         self._without_groups: dict[str, Tensor] = {}
         self._negative: dict[str, bool] = {}
-        self._elementwise = ElementwiseFold(manifest, self._without_groups, beginning)
+        self._beginning = beginning
         for name, tensor in (kept or {}).items():
             self._restore(name, tensor)
 
@@ -70,26 +71,33 @@ class Accumulated:
             for piece in pieces:
                 if len(piece):
                     self._fold_keys(layer, piece)
-        with_deltas = [number for number, grouping in enumerate(self.groupings) if grouping.kind != "keys"]
         for name, of_parameter in updates.items():
-            number = self._numbers[name]
             uses = self._uses(name, slots)
-            deltas = {grouping: self._by_group.deltas(grouping, number, self._manifest) for grouping in with_deltas}
-            if KINDS[of_parameter.kind].elementwise:
-                self._elementwise.fold(number, uses, of_parameter, deltas)
-                continue
-            self._fold_initial(number, of_parameter)
-            for grouping, held in deltas.items():
-                _fold_deltas(held, grouping, uses, of_parameter)
+            self._fold_updates(self._numbers[name], uses, of_parameter)
+
+    def _fold_updates(self, number: int, uses: Uses, updates: StretchUpdates) -> None:
+        """Fold the updates of one parameter."""
+        deltas = {}
+        for place, grouping in enumerate(self.groupings):
+            if grouping.kind != "keys":
+                deltas[place] = self._by_group.deltas(place, number, self._manifest)
+        if KINDS[updates.kind].elementwise:
+            fold = ElementwiseFold(self._manifest, number, updates, self._without_groups, self._beginning)
+            fold.fold(uses, deltas)
+            return
+        self._fold_initial(number, updates)
+        for grouping, held in deltas.items():
+            _fold_deltas(held, grouping, uses, updates)
 
     def _uses(self, parameter: str, slots: Mapping[int, Sequence[Piece]]) -> Uses:
         """Return the slots that make up a parameter."""
         uses = []
         for number, layer in enumerate(self._manifest.layers):
-            pieces = [piece for piece in slots.get(number, ()) if len(piece)]
             for use in layer.uses:
-                if use.parameter == parameter:
-                    uses += [(use, piece) for piece in pieces]
+                if use.parameter != parameter:
+                    continue
+                pieces = slots.get(number, ())
+                uses += [(use, piece) for piece in pieces if len(piece)]
         return uses
 
     def nbytes(self, groups: Sequence[int]) -> int:
@@ -121,12 +129,13 @@ class Accumulated:
         is_one_hot = isinstance(slots.keys, Numbers)
         keys = slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors()
         keys = _written_only(slots, keys)
-        dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        sign = f"negative.{number}"
         is_negative = not is_one_hot and bool((keys < 0).any())
+        sign = f"negative.{number}"
         self._negative[sign] = self._negative.get(sign, False) or is_negative
+        dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
         for grouping, codes in enumerate(slots.groups):
-            self._by_group.count(grouping, int(codes.max()) + 1)
+            groups_so_far = int(codes.max()) + 1
+            self._by_group.count(grouping, groups_so_far)
             groups = _written_only(slots, torch.from_numpy(codes))
             visits = self._by_group.rows(f"{grouping}.{number}.visits", (), torch.int64)
             visits.index_add_(0, groups, torch.ones_like(groups))
@@ -144,8 +153,10 @@ class Accumulated:
         tensors = self._without_groups
         walked = [updates.walked(of) for of in OF]
         stretch = torch.tensor([[of.a, of.b] for of in walked], dtype=torch.float64)
+        nothing = torch.zeros_like(stretch)
+        unchanged = torch.eye(2, dtype=torch.float64)
         initial = f"initial.{number}"
-        before = tensors.get(initial, torch.eye(2, dtype=torch.float64))
+        before = tensors.get(initial, unchanged)
         tensors[initial] = stretch @ before
         rounded = f"rounded.{number}"
         if rounded in tensors:
@@ -154,34 +165,46 @@ class Accumulated:
         if updates.rounded is None or self._manifest.is_vector(name):
             return  # the gradients of vectors are kept as they were
         # The roundings of different steps are independent of each other: their variances add up
-        effects = torch.from_numpy(np.stack([of.c * updates.rounded.rests for of in walked]))
-        before = tensors.get(rounded, torch.zeros(2, 2, dtype=torch.float64))
-        tensors[rounded] = before + effects @ effects.T
+        rests = updates.rounded.rests
+        effects = torch.from_numpy(np.stack([of.c * rests for of in walked]))
+        tensors[rounded] = tensors.get(rounded, nothing) + effects @ effects.T
 
 
 def _fold_deltas(deltas: Deltas, grouping: int, uses: Uses, updates: StretchUpdates) -> None:
     """Add what a stretch's slots wrote to their groups' parts of a parameter, where coefficients are numbers."""
-    targets = {"weight": deltas.weight, "average": deltas.average}
     coefficients = updates.reaching
     if coefficients is None:
-        # What there was before goes through the recursion of the stretch
         coefficients = {of: updates.walked(of) for of in OF}
-        weight = deltas.weight.clone()
-        average = deltas.average.clone()
-        for of, target in targets.items():
-            walked = coefficients[of]
-            target.copy_(weight * walked.a).add_(average, alpha=walked.b)
-    for of, target in targets.items():
+        _carry(deltas, coefficients)
+    for of, target in deltas.items():
         by_update = coefficients[of].c
-        groups = target[1:] if deltas.has_rest else target
-        rest = target[0] if deltas.has_rest else None
-        if rest is not None and updates.gradients is not None:
-            written = torch.tensordot(torch.from_numpy(by_update), updates.gradients.double(), 1)
-            rest -= written.to(rest.dtype)
+        rest = None
+        if deltas.has_rest:
+            rest = target[0]
+            target = target[1:]
+            _subtract_gradients(rest, updates, by_update)
         for use, piece in uses:
             if piece.errors is not None:
                 scale = -updates.slot_scales(by_update, piece)
-                add_by_group(groups, rest, grouping, use, piece, scale)
+                add_by_group(target, rest, grouping, use, piece, scale)
+
+
+def _carry(deltas: Deltas, coefficients: Mapping[str, Walked]) -> None:
+    """Take what there was before a stretch through its updates."""
+    weight = deltas.weight.clone()
+    average = deltas.average.clone()
+    for of, target in deltas.items():
+        walked = coefficients[of]
+        torch.mul(weight, walked.a, out=target)
+        target.add_(average, alpha=walked.b)
+
+
+def _subtract_gradients(rest: Tensor, updates: StretchUpdates, coefficients: Floats) -> None:
+    """Subtract what the gradients of a vector did to it, slots or not."""
+    if updates.gradients is not None:
+        gradients = updates.gradients.double()
+        written = torch.tensordot(torch.from_numpy(coefficients), gradients, 1)
+        rest -= written.to(rest.dtype)
 
 
 def _written_only(slots: Piece, values: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ class Deltas:
     has_rest: bool
     """Of a bias: there is one more row, the first, for what its gradients hold beyond the sum of their slots (rounding)."""
 
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Return both by the names in OF."""
+        return [("weight", self.weight), ("average", self.average)]
+
 
 class GroupTensors:
     """Tensors by the names of Accumulated, which begin with the number of their grouping."""
@@ -59,9 +63,9 @@ class GroupTensors:
         dtype = torch.float64 if parameter.dtype == "float64" else torch.float32
         has_rest = manifest.is_vector(parameter.name)
         suffix = ".rest" if has_rest else ""
-        weight, average = [
-            self.rows(f"{grouping}.p{number}.{of}{suffix}", parameter.shape, dtype, extra=has_rest) for of in OF
-        ]
+        prefix = f"{grouping}.p{number}"
+        weight = self.rows(f"{prefix}.weight{suffix}", parameter.shape, dtype, extra=has_rest)
+        average = self.rows(f"{prefix}.average{suffix}", parameter.shape, dtype, extra=has_rest)
         return Deltas(weight, average, has_rest)
 
     def tensors(self, groups: Sequence[int]) -> dict[str, Tensor]:
@@ -83,13 +87,17 @@ class _Grown:
 
     def __init__(self, data: Tensor):
         self._data = data
+        self._used = len(data)
 
     def rows(self, count: int) -> Tensor:
         """Return the first `count` rows, new ones zero."""
         capacity, *shape = self._data.shape
         if count > capacity:
-            # NumPy's zeros take memory only when they are touched
-            missing = max(count, 2 * capacity) - capacity
-            zeros = np.zeros((missing, *shape), self._data.numpy().dtype)
-            self._data = torch.cat([self._data, torch.from_numpy(zeros)])
+            # Zeros of NumPy's take memory only when they are touched
+            dtype = self._data.numpy().dtype
+            zeros = np.zeros((max(count, 2 * capacity), *shape), dtype)
+            larger = torch.from_numpy(zeros)
+            larger[: self._used] = self._data[: self._used]
+            self._data = larger
+        self._used = max(self._used, count)
         return self._data[:count]
