@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dualform.arrays import Array
 from dualform.projection import Projected, wide_enough
 from dualform.record import audit
 from dualform.record.edits import OptimizerWatch
 from dualform.record.optimizers import Numbers
 from dualform.record.parameters import PassShare, RecordedParameter
-from dualform.store.records import Array
 
 
 @dataclass(slots=True)

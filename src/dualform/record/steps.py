@@ -14,6 +14,7 @@ from types import FrameType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.arrays import Array
 from dualform.errors import UnexplainedError
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients, OptimizerWatch
@@ -221,7 +222,7 @@ class StepBuilder:
             return {}
         return gradient.factors()
 
-    def _kept(self, gradient: ExplainedGradient) -> records.Array | None:
+    def _kept(self, gradient: ExplainedGradient) -> Array | None:
         return gradient.copy() if self._is_kept(gradient.parameter) else None
 
     def _is_kept(self, parameter: RecordedParameter) -> bool:

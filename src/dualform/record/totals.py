@@ -19,8 +19,9 @@ from dualform.store.reader import Store
 from dualform.store.tables import row_types
 from dualform.store.writer import NewTotals
 from dualform.totals.build import KINDS
-from dualform.totals.fold import Accumulated, Piece, Rounded, StretchUpdates
+from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
+from dualform.totals.stretch import Piece, Rounded, StretchUpdates
 
 TotalsRequest = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
 

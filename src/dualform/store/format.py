@@ -197,6 +197,10 @@ class Manifest:
         """What the weights were when recording began, in the user's words."""
         return self.settings.get("initial", INITIAL)
 
+    def is_vector(self, parameter: str) -> bool:
+        """Whether a parameter is a bias or an elementwise weight: its gradients are kept themselves."""
+        return any(parameter in layer.vectors() for layer in self.layers)
+
     def with_session(self) -> Manifest:
         """The manifest of a new session, which goes on after the last sealed step."""
         # One that began at this very step may have written the snapshot of it, which stays

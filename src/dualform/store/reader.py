@@ -160,7 +160,7 @@ class Store(Catalog):
 
     def is_vector(self, parameter: str) -> bool:
         """Whether a parameter is a bias or an elementwise weight: its gradients are kept themselves."""
-        return any(parameter in layer.vectors() for layer in self.manifest.layers)
+        return self.manifest.is_vector(parameter)
 
     def has_equal_keys(self, name: str) -> bool:
         """Whether slots share stored keys; else the key of a slot has the slot's own number."""

@@ -22,8 +22,10 @@ from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import factor_table, row_types, settings_of
 from dualform.store.writer import NewTotals, write_totals
-from dualform.totals.fold import OF, Accumulated, Piece, StretchUpdates
+from dualform.totals.fold import Accumulated
+from dualform.totals.group_tensors import OF
 from dualform.totals.groups import Numbering
+from dualform.totals.stretch import Piece, StretchUpdates
 
 KINDS = ("keys", "deltas", "both")
 

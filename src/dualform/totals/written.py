@@ -1,0 +1,67 @@
+"""What slots wrote to a parameter, and to which group it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.arrays import Floats, Ints
+from dualform.layers.keys import Maps
+from dualform.layers.keys import part as columns
+from dualform.layers.streams import Use
+from dualform.totals.stretch import Piece
+
+
+def own_rows(use: Use, tensor: Tensor) -> Tensor:
+    """Return the rows of a parameter that a use makes up, as a view."""
+    if not use.rows:
+        return tensor
+    begin, end = use.rows
+    return tensor[begin:end]
+
+
+def add_written(target: Tensor, use: Use, piece: Piece, scale: Floats) -> None:
+    """Add what a use makes of the slots, each scaled, to a tensor like the parameter."""
+    own = own_rows(use, target)
+    written = _sum_written(use, piece, torch.from_numpy(scale).to(target.dtype))
+    own += written.reshape(own.shape)
+
+
+def add_by_group(target: Tensor, rest: Tensor | None, grouping: int, use: Use, piece: Piece, scale: Floats) -> None:
+    """Add what each group's slots wrote, each slot scaled, and take it from the rest. target: (groups, *shape)."""
+    codes = piece.groups[grouping]
+    order = np.argsort(codes, kind="stable")
+    order = order[scale[order] != 0]
+    if not len(order):
+        return
+    ends = np.flatnonzero(np.diff(codes[order])) + 1
+    for places in np.split(order, ends):
+        group = int(codes[places[0]])
+        group_piece, group_scale = _only(places, piece, scale)
+        add_written(target[group], use, group_piece, group_scale)
+        if rest is not None:
+            add_written(rest, use, group_piece, -group_scale)
+
+
+def _only(places: Ints, piece: Piece, scale: Floats) -> tuple[Piece, Floats]:
+    """Return some slots of a piece and their scales; of feature maps, which are not cut, all slots, the others scaled by 0."""
+    if not isinstance(piece.keys, Maps):
+        return piece.some(places), scale[places]
+    group_scale = np.zeros_like(scale)
+    group_scale[places] = scale[places]
+    return piece, group_scale
+
+
+def _sum_written(use: Use, piece: Piece, scale: Tensor) -> Tensor:
+    """Return Σ over the slots of what a use makes of them, each scaled."""
+    assert piece.errors is not None
+    keys = piece.keys.to(scale.dtype)
+    if use.role == "scale":
+        return scale @ keys.vectors()
+    errors = columns(piece.errors.to(scale.dtype), use.errors)
+    scaled_errors = errors * scale.unsqueeze(1)
+    if use.role == "bias":
+        return scaled_errors.sum(0)
+    written = keys.outer(scaled_errors, use.keys, use.groups)
+    return written.T if use.role == "table" else written
