@@ -319,10 +319,7 @@ def _share_factors(audited: list[_Audited]) -> None:
         if one.verdict.determined or not one.shares or not bool(one.gradient.detach().any()):
             continue
         # It is nothing but rounding, as that of a bias before a normalisation is
-        for factor in likely:
-            one.verdict = audit.explain(one.shares, one.seen, one.parameter.roundoff, last_factor=factor)
-            if one.verdict.explained:
-                break
+        one.verdict = audit.explain_by_others(one.shares, one.seen, one.parameter.roundoff, likely)
         is_kept = not one.parameter.is_matrix
         if not one.verdict.explained and is_kept and not any(other.determined for other in verdicts):
             one.verdict = audit.explain_rounding(one.shares, one.seen, one.parameter.roundoff)
