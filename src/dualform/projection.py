@@ -22,6 +22,10 @@ Projected = np.ndarray[Any, np.dtype[np.float64]]
 SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
+UNDERFLOW = 1e-30
+"""A rest this small is no reason to doubt a gradient. Below 1e-38, float32 loses digits of an error signal, and soon all of them; keys, which may be
+large, multiply what is lost."""
+
 SMALL = 1e-15
 LARGE = 1e15
 """A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""

@@ -15,6 +15,7 @@ from dualform.dual.gradient_sizes import wrong_size
 from dualform.record import begin
 from dualform.record.progress import StepProgress
 from dualform.store.writer import Writer
+from halves import require
 from training import train
 
 COLUMNS = {"parameter", "gap", "floor", "movement", "verdict"}
@@ -339,6 +340,60 @@ def test_equal_rows_whose_terms_cancel_in_training_alone_pass(tmp_path, kind, se
             for ids in ([0, 1, 2], [3, 3]):
                 recorder.batch(sample_id=ids)
                 nn.functional.cross_entropy(model(inputs[ids]), torch.arange(len(ids))).backward()
+            optimizer.step()
+    certificate = dualform.open(tmp_path / "run").verify()
+    assert certificate.passed, certificate
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "NAdam", "Adagrad", "RMSprop", "Adamax"])
+def test_equal_rows_whose_terms_cancel_pass_under_autocast(tmp_path, monkeypatch, kind, seed):
+    """Each row comes twice. Entries of a gradient are exactly zero in the training and rounding of float32 here: no 16 bits are in it."""
+    require(torch.bfloat16)
+    monkeypatch.setattr(begin, "private_seed", lambda: 1)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(5):
+            recorder.batch(sample_id=range(4))
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(torch.randn(2, 3).repeat(2, 1))
+            nn.functional.cross_entropy(output.float(), torch.arange(4) % 3).backward()
+            optimizer.step()
+    certificate = dualform.open(tmp_path / "run").verify()
+    assert certificate.passed, certificate
+
+
+@pytest.mark.parametrize("seed", [3, 6, 9, 14])
+def test_a_bias_that_decay_alone_moves_passes(tmp_path, seed):
+    """Before a batch normalisation a bias has no gradient but its decay, which NAdam divides by its size: rounding of the bias grows in each update."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1, weight_decay=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(40):
+            recorder.batch(sample_id=range(4))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(4, 3)), torch.arange(4) % 3).backward()
+            optimizer.step()
+    certificate = dualform.open(tmp_path / "run").verify()
+    assert certificate.passed, certificate
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-36, 1e-42])
+def test_gradients_whose_squares_vanish_pass(tmp_path, size):
+    """In float16 the slots of a step give another size, by their rounding; their squares are below the smallest number of float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", dtype="float16") as recorder:
+        for scale in (1.0, size):
+            recorder.batch(sample_id=range(8))
+            optimizer.zero_grad()
+            output = model(torch.randn(8, 4))
+            (scale * output).backward(torch.randn(8, 3))
             optimizer.step()
     certificate = dualform.open(tmp_path / "run").verify()
     assert certificate.passed, certificate

@@ -1,9 +1,21 @@
+import math
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.audit import Share, Verdict, explain, likely_factors, share_factors, shared_factors
+from dualform.record.audit import (
+    COARSE_SLACK,
+    Share,
+    Verdict,
+    explain,
+    explain_by_others,
+    likely_factors,
+    share_factors,
+    shared_factors,
+)
 
 ROUNDOFF = 2.0**-53
 random = np.random.default_rng(0)
@@ -135,6 +147,46 @@ def test_a_poorly_known_factor_gives_way_to_a_well_known_one():
     signals = np.array([1e6, 1e2, 1e2, 1e2, 1e5])
     # The third and fourth contradict the first beyond their uncertainty; the last one knows its own nearly as well
     assert shared_factors(factors, signals).tolist() == [0.25, 0.25, 0.26, 0.5, 0.2501]
+
+
+def coarse_share(added):
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    size = float(np.linalg.norm(added))
+    return Share(None, added, size, coarse=COARSE_SLACK * unit * size)
+
+
+def test_the_rounding_of_a_single_number_is_no_factor():
+    """One entry is nearly the whole gradient, so that a factor takes up its rounding to 16 bits, and nothing remains."""
+    added = np.array([24.0, 1e-3, 1e-3, 1e-3])
+    assert explain([coarse_share(added)], 0.9976 * added, 2.0**-24).factors == [1.0]
+    many = np.full(1000, 1.0)
+    [factor] = explain([coarse_share(many)], 0.9976 * many, 2.0**-24).factors
+    assert factor == pytest.approx(0.9976)
+
+
+def test_what_a_factor_may_have_taken_up_is_part_of_the_residual():
+    """Clipped to half its size: rounding to 16 bits is in the factor, and may be as much as a roundoff of the one number that tells it."""
+    added = np.array([24.0, 1e-3, 1e-3, 1e-3])
+    verdict = explain([coarse_share(added)], 0.4988 * added, 2.0**-24)
+    assert verdict.residual == pytest.approx(2.0**-8 / math.sqrt(3), rel=0.01)
+    many = np.full(10_000, 1.0)
+    verdict = explain([coarse_share(many)], 0.4988 * many, 2.0**-24)
+    assert verdict.residual == pytest.approx(2.0**-8 / math.sqrt(3) / 100, rel=0.01)
+
+
+def test_of_likely_factors_one_that_explains_next_to_nothing_is_not_taken():
+    """The bound on rounding is above the whole gradient, so that any factor would explain it."""
+    (added,) = passes(1)
+    share = Share(None, added, 1.0, coarse=10 * float(np.linalg.norm(added)))
+    assert explain_by_others([share], 0.003 * added, ROUNDOFF, [1.0, 0.00301]).factors == [0.00301]
+    another_rounding = 0.7 * random.standard_normal(20)
+    assert explain_by_others([share], another_rounding, ROUNDOFF, [1.0, 0.001]).factors == [1.0]
+    assert not explain_by_others([share], 1e3 * added, ROUNDOFF, [1.0, 0.5]).explained
+
+
+def test_factors_that_16_bits_do_not_tell_apart_are_one():
+    verdicts = [Verdict([factor], 0.0, explained=True, signal=30.0) for factor in (1.002, 0.998, 0.5, 0.501)]
+    assert likely_factors(verdicts) == [1.002, 0.5]
 
 
 def test_shared_factors_of_several_passes():

@@ -297,6 +297,49 @@ def test_a_normalisation_under_autocast_whose_gradient_was_changed(tmp_path, kin
         train_a_normalisation(tmp_path / "run", NORMS[kind], second=1.0, before_step=clip_by_value)
 
 
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(4), lambda: nn.GroupNorm(2, 4)])
+def test_error_signals_that_are_summed_over_positions_under_autocast(tmp_path, norm):
+    """The bias of a normalisation, where the sums of two images nearly cancel: PyTorch sums in float32, and a slot has a sum of 16 bits."""
+    require(torch.bfloat16)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 2), norm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    error = torch.tensor([[0.3337, 0.77, 0.11, 0.54], [-0.33, -0.76, -0.11, -0.53]]).reshape(2, 4, 1, 1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.batch(sample_id=[0, 1])
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.randn(2, 1, 4, 4))
+        (output.float() * error).sum().backward()
+        optimizer.step()
+    assert dualform.open(tmp_path / "run", model).verify().passed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_head_that_alone_was_clipped_under_autocast(tmp_path, monkeypatch, seed):
+    """In the weight, three passes cancel so far that the bound on rounding is above their sum: any factor would explain it, and the surest one,
+    that of the other layer, a gradient of hundreds of times its size. The bias tells by what it was clipped."""
+    require(torch.bfloat16)
+    monkeypatch.setattr(begin, "private_seed", lambda: seed)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(5):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 3)
+            error = 3 + torch.randn(8, 3)
+            for weight in (1.0, 1.0, -1.9):
+                recorder.batch(sample_id=range(8))
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(inputs)
+                (weight * output.float() * error).sum().backward()
+            nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)
+            optimizer.step()
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.store.updates["residual"].max() < 1
+    assert dual.verify().passed
+
+
 def test_gradients_that_lie_across_the_audits_random_matrix_are_not_refused(tmp_path, monkeypatch):
     """Rows of a gradient that are nearly parallel: R may show little of them, but it shows all of their rounding."""
     require(torch.bfloat16)

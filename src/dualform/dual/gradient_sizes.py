@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -21,7 +21,7 @@ from dualform.dual.rounding import roundoff, storage_roundoff
 from dualform.dual.rows import kept_rows, used_rows
 from dualform.layers.keys import Keys, in_groups, part
 from dualform.layers.streams import Use
-from dualform.projection import SLACK, Projection
+from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
 
 EVENLY_SPREAD = 3.0
@@ -59,7 +59,7 @@ def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
         calls = check.read(place)
         found = check.size_of(calls)
         difference = abs(found - size)
-        allowed = residual * size
+        allowed = max(residual * size, UNDERFLOW)
         if difference <= allowed:
             continue  # as nearly always: what rounding explains takes longer to find than the size itself
         # A difference that is not a number is wrong, too
@@ -116,10 +116,11 @@ class _Check:
 
     def rounding_of(self, calls: Sequence[Call]) -> float:
         """How far rounding may have moved that size."""
+        calls = [_in_float64(call) for call in calls]
         terms = 0.0
         for call in calls:
-            key_squares = call.keys.square_norms().double()
-            error_squares = call.errors.double().square().sum(1)
+            key_squares = call.keys.square_norms()
+            error_squares = call.errors.square().sum(1)
             sizes = (key_squares * error_squares).sqrt()
             terms += abs(call.factor) * float(sizes.sum())
         computing = SLACK * self._roundoff * terms
@@ -140,11 +141,14 @@ class _Check:
             random = self._projection.random_like(call.errors)
             for use in self._gradients.uses(call.layer):
                 of_keys, of_errors = _squares_through(use, call.keys, call.errors, random)
-                of_keys = equal_keys * of_keys.double()
-                of_errors = equal_errors * of_errors.double()
-                squares = of_keys + of_errors
+                squares = equal_keys * of_keys + equal_errors * of_errors
                 total += call.factor**2 * float(squares.sum())
         return total / (EVENLY_SPREAD * self._projection.columns)
+
+
+def _in_float64(call: Call) -> Call:
+    """The slots of a call, where their squares do not vanish."""
+    return replace(call, keys=call.keys.to(torch.float64), errors=call.errors.double())
 
 
 def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, up
 from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype, description
 from dualform.dual.replay import starting_moment, step_on
 from dualform.layers.streams import Layer
-from dualform.recursions import KINDS, Floats
+from dualform.recursions import KINDS, Floats, outer
 from dualform.store.reader import Store
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
@@ -95,7 +95,9 @@ def full_floor(
         return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
     if store.is_vector(parameter):  # its gradients are kept as they were
-        return Floor(max(weights.weights, _along_the_way(store, updates)))
+        along_the_way = _along_the_way(store, updates)
+        carried = _carried_by_decay(store, updates, is_worst)
+        return Floor(max(weights.weights, along_the_way, carried))
     if is_elementwise(updates):
         return _tried_floor(store, updates, weights, is_worst)
     return _computed_floor(store, updates, weights)
@@ -140,10 +142,7 @@ def _both_roundings(trained: float, own: float) -> float:
 
 
 def _along_the_way(store: Store, updates: Updates) -> float:
-    """What the rounding of a vector explains if it was larger during training than at the beginning and at the end.
-
-    Each update rounds the weight, and what is added to it a few times: both in training and here.
-    """
+    """What the rounding of a vector explains if it was larger during training than at the beginning and at the end."""
     kind = KINDS[updates.kind]
     gradients = Replayed(store, updates)
     now = starting_moment(gradients)
@@ -153,9 +152,26 @@ def _along_the_way(store: Store, updates: Updates) -> float:
         before = now.weight.clone()
         gradient = gradients(gradients.read(place), total)
         step_on(now, kind, updates.at(place), gradient)
-        moved = float((now.weight - before).double().square().sum())
-        squares += float(now.weight.double().square().sum()) + 2 * UPDATE_ROUNDINGS * moved
+        squares += float(_squares_rounded(before.double(), now.weight.double()).sum())
     return roundoff(description(store, updates.parameter).dtype) * math.sqrt(squares)
+
+
+def _squares_rounded(before: Tensor, after: Tensor) -> Tensor:
+    """The squares of all numbers that an update of a weight rounds: the weight, and what is added to it, a few times, both in training and here."""
+    return after.square() + 2 * UPDATE_ROUNDINGS * (after - before).square()
+
+
+def _carried_by_decay(store: Store, updates: Updates, is_worst: bool) -> float:
+    """What the rounding of a vector explains where coupled decay makes the weight a part of its gradient, which the Adam family divides by its size:
+    where little else is in the gradient, each update may enlarge what the ones before have rounded."""
+    if not is_elementwise(updates) or not _has_coupled_decay(updates):
+        return 0.0
+    noise = _Noise(store, updates, _measured(store, updates), stored=0.0)
+    return _worst_distance(updates, noise) if is_worst else _usual_distance(updates, noise)
+
+
+def _has_coupled_decay(updates: Updates) -> bool:
+    return any(outer(settings)[1] != 0 for settings in updates.each())
 
 
 @dataclass(frozen=True)
@@ -226,6 +242,7 @@ def _displacement(updates: Updates, noise: _Noise, seed: int, scale: float = 1.0
 
     The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
     is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
+    Where decay makes weights a part of their gradients, what rounds them at each update is noise, too.
     scale: how many times the usual size of noise.
     """
     kind = KINDS[updates.kind]
@@ -240,8 +257,13 @@ def _displacement(updates: Updates, noise: _Noise, seed: int, scale: float = 1.0
         gradient = gradients(step, total)
         spread = noise.variance(place, step, gradient).sqrt()
         random = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        before = now.weight.clone()
         step_on(disturbed, kind, settings, gradient + scale * spread * random)
         step_on(now, kind, settings, gradient)
+        if noise.of_weight:
+            spread = noise.of_weight * _squares_rounded(before, now.weight).sqrt()
+            random = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+            disturbed.weight += scale * spread * random
     return (disturbed.weight - now.weight).double()
 
 
@@ -266,9 +288,14 @@ class _Noise:
         is_rounded_within = any(layer.kind == ROUNDED_WITHIN for layer in users)
         self._roundings = ROUNDINGS_WITHIN if is_rounded_within else 1
         self._own = torch.finfo(self.gradients.dtype).eps / 2
+        self.of_weight = roundoff(description(store, updates.parameter).dtype) if _has_coupled_decay(updates) else 0.0
+        """The unit roundoff of the weight, where its rounding goes through the optimizer; else 0."""
+        self._is_vector = store.is_vector(updates.parameter)
 
     def variance(self, place: int, step: Step, gradient: Tensor) -> Tensor:
         """Of each entry of the gradient of an update."""
+        if self._is_vector:  # kept as it was
+            return torch.zeros_like(gradient)
         squares = _squares_of_slots(self.gradients, step, self._squares)
         # Of some rows only (outputs=), the size of the whole gradient says too much
         is_whole = self.gradients.rows is None
@@ -278,6 +305,8 @@ class _Noise:
         if coarse:
             parts = _squares_of_parts(self.gradients, step, self._of_call)
             of_gradient = coarse_spread(parts, rest, coarse, self._roundings)
+            # Slots of a call may cancel, exactly in the training and to a roundoff of the terms here
+            of_gradient = of_gradient + squares * _both_roundings(self._own, self._own) ** 2
         else:
             of_gradient = _spread(squares, rest, self._own)
         return of_gradient + squares * self._of_storage

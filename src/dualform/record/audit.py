@@ -16,17 +16,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.projection import SLACK, Projected
+from dualform.projection import SLACK, UNDERFLOW, Projected
 
 COARSE_SLACK = 8.0
 """How many 16-bit roundoffs of its own norm a gradient may be off that was computed under autocast."""
-UNDERFLOW = 1e-35
-"""A rest this small is no reason to refuse a gradient: below 1e-38, float32 loses digits, and soon all of them."""
 SURE = 4.0
 """A factor within this many standard errors of 1 is 1."""
+EVENLY_SPREAD = math.sqrt(3)
+"""What is off by up to 1, evenly spread, is off by 1 / √3 as a rule."""
 LARGEST_FACTOR = 1024.0
 """A gradient that is rounding alone may have been multiplied by up to this much after its backward pass, if no other gradient tells by what: by
 the number of processes or of micro-batches, or by the inverse of a loss scale."""
+MUCH_LEFT = 2.0
+"""A gradient and its slots may be two different roundings of nothing: what remains is as large as both. More is a wrong factor."""
+SAME_FACTOR = 1 / 64
+"""Factors that differ by less than this part are one: 16 bits do not tell them apart."""
 BETTER = 16.0
 """A gradient whose signal is this many times as large tells better by what both were scaled."""
 
@@ -96,6 +100,19 @@ class _Sum:
     def rounding(self, roundoff: float) -> float:
         return SLACK * roundoff * self.scale + self.coarse
 
+    def error_of_factor(self) -> float:
+        """By which part of itself a factor may be off, as a rule, that was fitted to a gradient of 16 bits.
+
+        Each entry was rounded on its own. Many entries tell a factor well; where one is nearly the whole gradient, the factor takes up its rounding,
+        and no residual shows it.
+        """
+        squares = self.expected * self.expected
+        whole = float(squares.sum())
+        if not self.coarse or not math.isfinite(whole) or whole == 0:
+            return 0.0
+        of_one = (self.coarse - self.common) / COARSE_SLACK / math.sqrt(whole)
+        return of_one / EVENLY_SPREAD * math.sqrt(float(squares @ squares)) / whole
+
     def signal(self, roundoff: float) -> float:
         """Its size relative to its rounding; 0 where nothing can be said."""
         size = math.sqrt(float(self.expected @ self.expected))
@@ -141,11 +158,7 @@ def explain(shares: Sequence[Share], seen: Projected, roundoff: float, *, last_f
     """
     with np.errstate(all="ignore"):  # what has diverged may overflow
         verdict = _chain(shares, seen, roundoff, last_factor)
-        if not verdict.explained and 1 < len(shares) <= seen.size // 2:
-            free = _least_squares(shares, seen, roundoff)
-            if free.explained:
-                return free
-    return verdict
+        return verdict if verdict.explained else _freely_or(verdict, shares, seen, roundoff)
 
 
 def shared_factors(factors: Projected, signals: Projected, better: float | Projected = BETTER) -> Projected:
@@ -183,7 +196,28 @@ def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
     # A signal below 1 / SLACK is smaller than a single rounding of its terms: its factor is random
     known = [one for one in verdicts if one.explained and 1 / SLACK < one.signal < math.inf]
     known.sort(key=lambda one: one.signal, reverse=True)
-    return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
+    likely: list[float] = []
+    for factor in (*(one.factors[-1] for one in known), 1.0):
+        if not any(abs(factor - other) <= SAME_FACTOR * abs(other) for other in likely):
+            likely.append(factor)
+    return likely
+
+
+def explain_by_others(shares: Sequence[Share], seen: Projected, roundoff: float, likely: Sequence[float]) -> Verdict:
+    """Explain a gradient that is little more than rounding by what other gradients were scaled by (`likely_factors`).
+
+    The surest factor is taken. But the bounds on rounding are wide: under one factor they may explain a gradient of which hundreds of times its
+    own size remains, while another factor leaves nearly nothing.
+    """
+    tried = []
+    with np.errstate(all="ignore"):
+        for factor in likely:
+            verdict = _chain(shares, seen, roundoff, factor)
+            if verdict.explained and not verdict.residual > MUCH_LEFT:
+                return verdict
+            tried.append(verdict)
+        best = min(tried, key=lambda one: (not one.explained, one.residual))
+        return best if best.explained else _freely_or(best, shares, seen, roundoff)
 
 
 def explain_rounding(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
@@ -197,6 +231,15 @@ def explain_rounding(shares: Sequence[Share], seen: Projected, roundoff: float) 
     size = math.sqrt(float(seen @ seen))
     is_rounding = size <= LARGEST_FACTOR * total.rounding(roundoff)
     return Verdict([0.0] * len(shares), 1.0, is_rounding, total.signal(roundoff), size)
+
+
+def _freely_or(verdict: Verdict, shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
+    """Return the explanation with a free factor for each backward pass, if it is one, else this verdict."""
+    if 1 < len(shares) <= seen.size // 2:
+        free = _least_squares(shares, seen, roundoff)
+        if free.explained:
+            return free
+    return verdict
 
 
 def _chain(shares: Sequence[Share], seen: Projected, roundoff: float, last_factor: float | None) -> Verdict:
@@ -213,7 +256,9 @@ def _chain(shares: Sequence[Share], seen: Projected, roundoff: float, last_facto
     signal = total.signal(roundoff)
     ratio = _ratio(seen, total, roundoff) if last_factor is None else last_factor
     factors = [factor * ratio for factor in factors]
-    return _verdict(factors, seen, total.times(ratio), roundoff, signal)
+    is_fitted = last_factor is None and ratio not in (0.0, 1.0)
+    swallowed = total.error_of_factor() if is_fitted else 0.0
+    return _verdict(factors, seen, total.times(ratio), roundoff, signal, swallowed)
 
 
 def _least_squares(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
@@ -259,16 +304,21 @@ def _ratio(after: Projected, total: _Sum, roundoff: float) -> float:
     if total.coarse:
         # Of a gradient that was rounded to 16 bits the factor is known up to its standard error only
         rest = after - ratio * expected
-        uncertainty += SURE * math.sqrt(float((expected * rest) @ (expected * rest))) / square
+        measured = math.sqrt(float((expected * rest) @ (expected * rest))) / square
+        uncertainty += SURE * max(measured, total.error_of_factor())
         uncertainty += total.common / math.sqrt(square)
     return 1.0 if abs(ratio - 1) <= uncertainty else ratio
 
 
-def _verdict(factors: list[float], seen: Projected, total: _Sum, roundoff: float, signal: float) -> Verdict:
+def _verdict(
+    factors: list[float], seen: Projected, total: _Sum, roundoff: float, signal: float, swallowed: float = 0.0
+) -> Verdict:
+    """swallowed: which part of the gradient may be rounding that a fitted factor has taken up."""
     size = math.sqrt(float(seen @ seen))
     if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
         return Verdict(factors, math.nan, explained=True, signal=0.0, size=size)
     rest = seen - total.expected
     left = math.sqrt(float(rest @ rest))
     explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size, UNDERFLOW)
-    return Verdict(factors, left / size if size else 0.0, explained, signal, size, is_vague=total.common > 0)
+    residual = math.hypot(left / size, swallowed) if size else 0.0
+    return Verdict(factors, residual, explained, signal, size, is_vague=total.common > 0)

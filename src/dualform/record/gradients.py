@@ -100,21 +100,10 @@ def _share_factors(gradients: Sequence[ExplainedGradient]) -> None:
         if not gradient.tensor.detach().any():
             continue
         # It is nothing but rounding, like the gradient of a bias before a normalisation
-        gradient.verdict = _explained_by_any(gradient, likely)
+        roundoff = gradient.parameter.roundoff
+        gradient.verdict = audit.explain_by_others(gradient.shares, gradient.projected, roundoff, likely)
         if gradient.verdict.explained or is_any_determined:
             continue
         is_kept = not gradient.parameter.is_matrix
         if is_kept:
-            roundoff = gradient.parameter.roundoff
             gradient.verdict = audit.explain_rounding(gradient.shares, gradient.projected, roundoff)
-
-
-def _explained_by_any(gradient: ExplainedGradient, factors: Sequence[float]) -> audit.Verdict:
-    """Explain a gradient by the first of these factors of its last backward pass that does so."""
-    roundoff = gradient.parameter.roundoff
-    verdict = gradient.verdict
-    for factor in factors:
-        verdict = audit.explain(gradient.shares, gradient.projected, roundoff, last_factor=factor)
-        if verdict.explained:
-            return verdict
-    return verdict

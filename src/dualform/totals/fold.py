@@ -86,8 +86,8 @@ class Accumulated:
             fold.fold(uses, deltas)
             return
         self._fold_initial(number, updates)
-        for grouping, held in deltas.items():
-            _fold_deltas(held, grouping, uses, updates)
+        for place, held in deltas.items():
+            _fold_deltas(held, place, uses, updates)
 
     def _uses(self, parameter: str, slots: Mapping[int, Sequence[Piece]]) -> Uses:
         """Return the slots that make up a parameter."""
