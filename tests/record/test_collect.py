@@ -1,6 +1,7 @@
 """Models that are already trained: slots are collected at fixed weights, and the model is left as it was."""
 
 import copy
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -10,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualform
-from dualform.errors import NotRecordedError, RecordingError, UnexplainedError
+from dualform.errors import NotRecordedError, RecordingError, StoreDamagedError, UnexplainedError
+from dualform.record import Recorder
+from dualform.store.collection import Collection, read_collection
 from training import SAMPLES, network, samples
 
 BATCH = 5
@@ -405,3 +408,42 @@ def test_a_sum_is_told(tmp_path):
         found.append((dual.influence(inputs[:2]).sums("sample_id").totals, dual.mislabelled(None)["score"]))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert (found[0][1] - found[1][1]).abs().max() < 1e-12
+
+
+def test_keys_alone(tmp_path):
+    path = dualform.collect(network(), loader(), loss_fn, tmp_path / "run", keep="keys")
+    dual = dualform.open(path, network())
+    assert dual.attend(samples()[0][:1])["0"].top(2).height == 2
+    with pytest.raises(NotRecordedError, match="keeps keys only"):
+        dual.influence(samples()[0][:1])
+
+
+def test_progress_is_told(tmp_path):
+    told = []
+    dualform.collect(network(), loader(), loss_fn, tmp_path / "run", progress=lambda *one: told.append(one))
+    assert told == [("the model as it is", done, 3) for done in (1, 2, 3)]
+
+
+def test_a_setting_that_cannot_be_read_is_damage(collected):
+    manifest = replace(collected.store.manifest, settings={"seed": "1", "collected": "[]"})
+    with pytest.raises(StoreDamagedError, match="'collected' cannot be read"):
+        read_collection(manifest)
+    text = Collection(("one",), "tokens", False, (0.1, 0.2)).dump()
+    with pytest.raises(StoreDamagedError, match="'collected' does not fit itself"):
+        read_collection(replace(manifest, settings={"collected": text}))
+
+
+def test_weights_that_a_kill_has_lost_come_back(tmp_path, monkeypatch):
+    """Killed between the first batch of the second checkpoint and the snapshot behind it: gone on with, all is there."""
+    states = [network(seed=seed).state_dict() for seed in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "seal", lambda self: self._recording._writer.wait())
+        with pytest.raises(CutError):
+            dualform.collect(network(), loader(), failing_after(4), tmp_path / "run", checkpoints=states)
+    cut = dualform.open(tmp_path / "run", network())
+    assert cut.info()["snapshots"] == [0]
+    assert cut.influence(samples()[0][:1]).segments == [(0, 3)]
+    dualform.collect(network(), loader(), loss_fn, tmp_path / "run", checkpoints=states, resume=True)
+    model = dualform.open(tmp_path / "run", network()).model()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, states[1][name])

@@ -17,7 +17,7 @@ from dualform.errors import QuestionError
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
 from dualform.query.influence.rows import RowPiece, row_pieces, slices
-from dualform.store.collection import collection_of, spans_of
+from dualform.store.collection import Span, collection_of, spans_of
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -82,10 +82,15 @@ def segments(
 def _checkpoints(store: Store, end: int, most: int) -> list[tuple[int, int]]:
     """Return the steps of the checkpoints of a collection; of a single one, the last."""
     _check_count(most)
-    spans = [(span.begin, span.end) for span in spans_of(store, end)]
+    spans = [(span.begin, span.end) for span in spans_of(store, end) if _has_weights(store, span)]
     if most == 1:
         return spans[-1:]
     return [spans[place] for place in evenly_spaced(0, len(spans) - 1, min(most, len(spans)))]
+
+
+def _has_weights(store: Store, span: Span) -> bool:
+    """Return whether a checkpoint's weights are stored. A kill right behind its first batch may have kept them from the disk."""
+    return not span.begin or any(span.begin < step <= span.end for step in store.snapshot_steps())
 
 
 def _moment(begin: int, end: int, snapshots: Sequence[int]) -> int:
