@@ -21,6 +21,7 @@ from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Ints, Kind, Linear, Updates, Walked, at_rest, outer
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
+from dualform.totals.sums import sum_by_group
 
 Uses = Sequence[tuple[Use, "Piece"]]
 """The slots that make up a parameter, each piece with how they do so."""
@@ -447,7 +448,11 @@ def _parts_of_vector(
         scale = some.scales_in(place, piece).astype(longer)
         scaled = written.numpy().astype(longer) * scale[:, None]
         own = parts[:, use.rows[0] : use.rows[1]] if use.rows else parts
-        np.add.at(own, piece.groups[grouping] + 1, scaled.reshape(len(scaled), *own.shape[1:]))
+        for scale in np.unique(scales):  # one for each backward pass
+            of_pass = scales == scale
+            groups = piece.groups[grouping][of_pass] + 1
+            sums = sum_by_group(written.numpy()[of_pass], longer, groups, count)
+            own += longer(scale) * sums.reshape(own.shape)
     parts[0] = gradient.numpy().astype(longer) - parts[1:].sum(0)
     return torch.from_numpy(parts.astype(np.float64)).to(gradient.dtype)
 
