@@ -114,6 +114,8 @@ def record(
     if keep == "slots":
         optimizers.warn_not_replayed(several)
     chosen, waiting, left_out = choose(model, several, layers, exclude, outputs)
+    if outputs:
+        optimizers.refuse_some_rows(several)
     if outputs and any(grouping.kind != "keys" for grouping in wanted):
         raise RecordingError('outputs= keeps a part of the error signals: totals of it can be of "keys" only.')
     base = base_of(model, several, {id(p) for one in chosen for p in one.parameters.values()})

@@ -337,7 +337,8 @@ class Accumulated:
 
     def _states(self, prefix: str, number: int, kind: Kind) -> dict[str, Tensor]:
         """Return a parameter and its optimizer state, to be changed in place."""
-        return {of: self._maps[f"{prefix}.{number}.{of}"] for of in (*OF, *kind.shared)}
+        shared = kind.shared_shapes(self._manifest.parameters[number].shape)
+        return {of: self._maps[f"{prefix}.{number}.{of}"] for of in (*OF, *shared)}
 
     def _noise(self, number: int, some: StretchUpdates, place: int, here: Uses, gradient: Tensor) -> Tensor | None:
         """Return as much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
@@ -370,9 +371,13 @@ class Accumulated:
         """Take a parameter and its optimizer state as they were when recording began."""
         assert self._beginning is not None
         weight = self._beginning[f"model.{name}"]
-        states = {"weight": weight}
-        for of, stored in (("average", kind.average), *((of, of) for of in kind.shared)):
-            states[of] = self._beginning.get(f"state.{name}.{stored}", torch.zeros_like(weight))
+        shapes = kind.shared_shapes(tuple(weight.shape))
+        states = {
+            "weight": weight,
+            "average": self._beginning.get(f"state.{name}.{kind.average}", torch.zeros_like(weight)),
+        }
+        for of, shape in shapes.items():
+            states[of] = self._beginning.get(f"state.{name}.{of}", weight.new_zeros(shape))
         for of, state in states.items():
             self._maps[f"now.{number}.{of}"] = state.clone()
         for of in OF:
@@ -445,8 +450,7 @@ def _parts_of_vector(
     for use, piece in here:
         assert piece.errors is not None
         written = piece.keys.vectors() if use.role == "scale" else columns(piece.errors, use.errors)
-        scale = some.scales_in(place, piece).astype(longer)
-        scaled = written.numpy().astype(longer) * scale[:, None]
+        scales = some.scales_in(place, piece)
         own = parts[:, use.rows[0] : use.rows[1]] if use.rows else parts
         for scale in np.unique(scales):  # one for each backward pass
             of_pass = scales == scale
@@ -492,7 +496,7 @@ def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], g
     """Do one update of a parameter and its optimizer state, in place; returns it as a linear map."""
     sign, decay, _ = outer(settings)
     pushed = gradient * sign + now["weight"] * decay
-    shared = {of: now[of] for of in kind.shared}
+    shared = {of: state for of, state in now.items() if of in kind.shared}
     linear = kind.linear(settings, shared, pushed)
     linear = at_rest(linear, kind, settings, shared, (now["weight"], now["average"]), gradient)
     linear.apply(now["weight"], now["average"], gradient)
