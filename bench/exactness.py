@@ -115,6 +115,24 @@ class Gpt(nn.Module):
         return output
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion as lion-pytorch has it; PyTorch has none."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move each weight by the sign of an average."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(average.mul(beta1).add_(p.grad, alpha=1 - beta1).sign_(), alpha=-lr)
+                average.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
 def mlp() -> nn.Module:
     """Two hidden layers."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
@@ -138,6 +156,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "Lion": lambda p: Lion(p, lr=3e-4, weight_decay=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=1e-2),
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dualform
+from lion import Lion
 
 SAMPLES, ROWS, TIME, WIDTH, CLASSES, STEPS = 8, 3, 4, 6, 5, 6
 GAP = 1e-11
@@ -221,6 +222,11 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, eps=1e-5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005, centered=True, momentum=0.8, eps=1e-5),
 }
+WITHOUT_EPS = {
+    "lion": lambda p: Lion(p, lr=0.01, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02, weight_decay=0.1),
+}
+"""They divide by no ε: of a gradient that is nothing but rounding they make a step like any other."""
 LABELS = torch.arange(SAMPLES) % CLASSES
 
 
@@ -251,7 +257,7 @@ def train(network, optimizer, path=None, *, steps=STEPS, before_step=lambda mode
     make, entries = NETWORKS[network] if isinstance(network, str) else network
     torch.manual_seed(0)
     model = make().double()
-    made = (OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer)(model.parameters())
+    made = ((OPTIMIZERS | WITHOUT_EPS)[optimizer] if isinstance(optimizer, str) else optimizer)(model.parameters())
     order = torch.Generator().manual_seed(1)
     checkpoints = [copy.deepcopy(model.state_dict())]
     with contextlib.ExitStack() as stack:

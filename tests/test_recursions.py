@@ -4,9 +4,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualform.record.optimizers import OPTIMIZERS, replay_for
+from dualform.record.optimizers import NAMED, OPTIMIZERS, replay_for
 from dualform.recursions import KINDS, outer, walk_back
+from lion import LerpingLion, Lion
 from reference import sgd as reference
+
+try:
+    from transformers.optimization import Adafactor as FairseqAdafactor
+except ImportError:
+    FairseqAdafactor = None
+OF_OTHER_LIBRARIES = [kind for kind in (Lion, LerpingLion, FairseqAdafactor) if kind is not None]
 
 
 @st.composite
@@ -90,7 +97,7 @@ def test_the_plain_loop_is_pytorch(foreach, each, seed):
 
 
 def test_what_can_be_recorded_can_be_replayed():
-    assert {replay.kind for replay in OPTIMIZERS.values()} == set(KINDS)
+    assert {replay.kind for replay in (*OPTIMIZERS.values(), *NAMED.values())} == set(KINDS)
 
 
 def elementwise_settings(draw, kind):
@@ -116,6 +123,8 @@ def elementwise_settings(draw, kind):
                               "momentum": draw(st.sampled_from([0.0, 0.9]))},
         torch.optim.Adadelta: {"rho": draw(st.sampled_from([0.5, 0.9]))},
         torch.optim.Adamax: betas,
+        torch.optim.Adafactor: {"eps": (draw(st.sampled_from([None, 1e-8, 0.1])), 1e-3), "d": draw(st.sampled_from([1.0, 3.0])),
+                                "beta2_decay": draw(st.sampled_from([-0.8, -0.3]))},
     }[kind]  # fmt: skip
     settings = {**common, **more}
     if kind is torch.optim.SGD:
@@ -125,33 +134,60 @@ def elementwise_settings(draw, kind):
     return settings
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS), ids=lambda kind: kind.__name__)
+def settings_elsewhere(draw, kind):
+    """Settings of a group of an optimizer of another library."""
+    common = {"lr": draw(st.floats(1e-4, 0.5)), "weight_decay": draw(st.sampled_from([0.0, 0.01, 0.3]))}
+    if kind in (Lion, LerpingLion):
+        beta2 = draw(st.sampled_from([0.0, 0.5, 0.99]))
+        return {**common, "betas": (draw(st.sampled_from([0.0, 0.5, 0.9])), beta2)}
+    more = {
+        "eps": (draw(st.sampled_from([1e-30, 1e-3])), 1e-3),
+        "clip_threshold": draw(st.sampled_from([0.5, 1.0])),
+        "decay_rate": draw(st.sampled_from([-0.8, -0.3])),
+        "beta1": draw(st.sampled_from([None, 0.0, 0.9])),
+        "scale_parameter": draw(st.booleans()),
+    }
+    relative = draw(st.booleans())
+    warmup = relative and draw(st.booleans())
+    if relative:
+        common["lr"] = None
+    return {**common, **more, "relative_step": relative, "warmup_init": warmup}
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3, 2), (4,)], ids=str)
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, *OF_OTHER_LIBRARIES], ids=lambda kind: kind.__name__)
 @given(data=st.data())
-def test_every_optimizer_is_what_its_recursion_says(kind, data):
-    """PyTorch's own update, run for real, against initial part − Σ C_s ⊙ gradient_s and against the walk forwards."""
-    settings, updates = elementwise_settings(data.draw, kind), data.draw(st.integers(1, 8))
+def test_every_optimizer_is_what_its_recursion_says(kind, shape, data):
+    """The library's own update, run for real, against initial part − Σ C_s ⊙ gradient_s and against the walk forwards."""
+    settings = (
+        settings_elsewhere(data.draw, kind) if kind in OF_OTHER_LIBRARIES else elementwise_settings(data.draw, kind)
+    )
+    updates = data.draw(st.integers(1, 8))
     early, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
     generator = torch.Generator().manual_seed(seed)
-    parameter = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64, generator=generator))
+    parameter = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator))
     optimizer = kind([parameter], **settings)
     replay, how = replay_for(optimizer), KINDS[replay_for(optimizer).kind]
 
-    def state(name):
+    def state(name, shape=shape):
         value = optimizer.state.get(parameter, {}).get(name) if name else None
-        return torch.zeros_like(parameter) if value is None else value.detach().clone()
+        return parameter.new_zeros(shape) if value is None else value.detach().clone()
 
     for _ in range(early):  # recording begins in the middle of training
-        parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+        parameter.grad = torch.randn(shape, dtype=torch.float64, generator=generator)
         optimizer.step()
     weight, average = parameter.detach().clone(), state(how.average)
     first = (weight.clone(), average.clone())
-    shared = {name: state(name) for name in how.shared}
+    shared = {name: state(name, like) for name, like in how.shared_shapes(shape).items()}
     steps, gradients = [], []
     for step in range(updates):
-        optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
-        gradient = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+        if settings["lr"] is not None:
+            optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
+        gradient = torch.randn(shape, dtype=torch.float64, generator=generator)
+        if data.draw(st.booleans()):
+            gradient[0] = 0  # which may be all that these elements ever get
         parameter.grad = gradient.clone()
-        common, (own,) = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})])
+        common, (own,) = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})], [parameter])
         numbers = {**common, **own}
         sign, decay, _ = outer(numbers)
         steps.append(how.linear(numbers, shared, sign * gradient + decay * weight))
@@ -160,9 +196,10 @@ def test_every_optimizer_is_what_its_recursion_says(kind, data):
         optimizer.step()
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-11, atol=1e-11)
     for name, value in shared.items():
-        torch.testing.assert_close(value, state(name), rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(value, state(name, value.shape), rtol=1e-11, atol=1e-13)
     p, q, total = torch.ones_like(weight), torch.zeros_like(weight), torch.zeros_like(weight)
     for one, gradient in zip(reversed(steps), reversed(gradients), strict=True):
         c, p, q = one.back(p, q)
+        assert torch.as_tensor(c).isfinite().all()
         total -= c * gradient
     torch.testing.assert_close(p * first[0] + q * first[1] + total, parameter.detach(), rtol=1e-10, atol=1e-10)

@@ -4,6 +4,8 @@ Every optimizer here does this to a parameter W with one running average m (mome
 
     g' = sign·g + decay·W;   m ← keep·m + take·g';   W ← shrink·W − direct·g' − through·m
 
+Lion moves a weight before the average: there `through` multiplies ahead·m + (1 − ahead)·g' with the m of before.
+
 For SGD all of these are numbers, so one walk backwards over the settings gives the coefficient of every step. For the Adam
 family some of them are matrices that depend on past gradients (√v̂ and the like): given those, it is linear all the same.
 The tensors they depend on are called shared, since a mask leaves them as they were.
@@ -28,6 +30,7 @@ from torch import Tensor
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Settings = Mapping[str, float]
+Shape = tuple[int, ...]
 Factor = float | Tensor
 
 
@@ -53,6 +56,8 @@ class Linear:
     take: Factor | Inverse
     direct: Factor | Inverse
     through: Factor | Inverse
+    ahead: float | None = None
+    """through, which is an Inverse then, multiplies ahead·m + (1 − ahead)·g' with the m before the update; None: m after it."""
     sign: float = 1.0
     decay: float = 0.0
     shrink: float = 1.0
@@ -60,14 +65,16 @@ class Linear:
     def apply(self, weight: Tensor, average: Tensor, gradient: Tensor | None) -> None:
         """Go one step on, in place. gradient: None for the initial part, which gets none."""
         pushed = self._pushed(weight, gradient)
-        if pushed is not None and isinstance(self.take, float) and self.take == 1.0 - self.keep:
-            average.lerp_(pushed, self.take)  # in one pass, as PyTorch's Adam does it
-        else:
-            _scale(average, self.keep)
-            _add(average, self.take, pushed)
+        early = None if self.ahead is None else mixed(average, pushed, self.ahead)
+        advance(average, pushed, self.keep, self.take)
         _scale(weight, self.shrink)
         _add(weight, self.direct, pushed, -1.0)
-        _add(weight, self.through, average, -1.0)
+        if early is None:
+            _add(weight, self.through, average, -1.0)
+        else:
+            # Divided first: of its own size, so that a sign is exactly 1 even of the smallest numbers
+            assert isinstance(self.through, Inverse)
+            _add(weight, self.through.number, early.div_(self.through.matrix), -1.0)
 
     def _pushed(self, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
         """g', or None if it is zero."""
@@ -76,22 +83,36 @@ class Linear:
         signed = gradient if self.sign > 0 else -gradient
         return signed.add(weight, alpha=self.decay) if self.decay else signed
 
-    def carry(self, weight: Factor, average: Factor) -> tuple[Factor, Factor]:
-        """Like apply without a gradient, not in place; what is a number stays one as long as no matrix meets it."""
-        pushed = _times(weight, self.decay)
-        average = _plus(_times(average, self.keep), self.take, pushed)
-        weight = _plus(_times(weight, self.shrink), self.direct, pushed, -1.0)
-        return _plus(weight, self.through, average, -1.0), average
-
     def back(self, p: Factor, q: Factor) -> tuple[Factor, Factor, Factor]:
         """X = p·W + q·m after this update → the coefficient of its gradient, and p, q before it."""
-        r = q - p * self.through
-        h = r * self.take - p * self.direct
+        moved = p * self.through
+        if self.ahead is None:
+            r = q - moved
+            h = r * self.take - p * self.direct
+            of_average = r * self.keep
+        else:
+            h = q * self.take - moved * (1 - self.ahead) - p * self.direct
+            of_average = q * self.keep - moved * self.ahead
         before = p if self.shrink == 1.0 else p * self.shrink
         if self.decay:
             before = before + h * self.decay
         coefficient = h if self.sign < 0 else -h
-        return coefficient, before, r * self.keep
+        return coefficient, before, of_average
+
+
+def advance(average: Tensor, pushed: Tensor | None, keep: float, take: Factor | Inverse) -> None:
+    """m ← keep·m + take·g', in place. pushed: g'; None: it is zero."""
+    if pushed is not None and isinstance(take, float) and take == 1.0 - keep:
+        average.lerp_(pushed, take)  # in one pass, as PyTorch's Adam does it
+    else:
+        _scale(average, keep)
+        _add(average, take, pushed)
+
+
+def mixed(average: Tensor, pushed: Tensor | None, ahead: float) -> Tensor:
+    """ahead·m + (1 − ahead)·g'."""
+    moving = average * ahead
+    return moving if pushed is None else moving.add_(pushed, alpha=1 - ahead)
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
@@ -108,48 +129,6 @@ def _add(tensor: Tensor, factor: Factor | Inverse, other: Tensor | None, sign: f
         tensor.addcmul_(factor, other, value=sign)
     elif factor:
         tensor.add_(other, alpha=sign * factor)
-
-
-TINY = 1e-30
-"""A number below it is taken for 0: nothing is left of it in any sum, and float32's smallest numbers are slow."""
-
-
-def _times(one: Factor, number: float) -> Factor:
-    if isinstance(one, Tensor):
-        if number == 0.0:
-            return 0.0
-        return one if number == 1.0 else one * number
-    product = one * number
-    return 0.0 if abs(product) < TINY else product
-
-
-def _plus(one: Factor, factor: Factor | Inverse, other: Factor, sign: float = 1.0) -> Factor:
-    """one + sign·factor·other, in one go over the matrices."""
-    if isinstance(factor, Inverse):
-        return _plus_inverse(one, factor, other, sign)
-    if isinstance(factor, Tensor) and isinstance(other, Tensor):
-        if isinstance(one, Tensor):
-            return torch.addcmul(one, factor, other, value=sign)
-        return one + sign * factor * other
-    # At most one of the two is a matrix
-    number, matrix = (other, factor) if isinstance(other, float) else (factor, other)
-    if _is_zero(number) or _is_zero(matrix):
-        return one
-    if isinstance(one, Tensor) and isinstance(matrix, Tensor):
-        return torch.add(one, matrix, alpha=sign * float(number))
-    return one + matrix * (sign * number)
-
-
-def _is_zero(factor: Factor) -> bool:
-    return isinstance(factor, float) and factor == 0.0
-
-
-def _plus_inverse(one: Factor, factor: Inverse, other: Factor, sign: float) -> Factor:
-    if _is_zero(other):
-        return one
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.addcdiv(one, other, factor.matrix, value=sign * factor.number)
-    return one + sign * (other * factor)
 
 
 class Inputs(NamedTuple):
@@ -186,6 +165,7 @@ class Factors(NamedTuple):
     take: Factor | Inverse
     direct: Factor | Inverse = 0.0
     through: Factor | Inverse = 0.0
+    ahead: float | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +176,17 @@ class Kind:
     average: str | None
     """The name of m among the optimizer's state."""
     shared: tuple[str, ...] = ()
+    shapes: Callable[[Shape], dict[str, Shape]] | None = None
+    """Of a parameter's shape → the shapes of those shared tensors that it has, if they are not like the parameter itself."""
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether an element's update depends on gradients of others, so that some rows cannot be replayed without the rest."""
+        return self.shapes is not None
+
+    def shared_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """The shared tensors of a parameter of this shape, with their shapes."""
+        return dict.fromkeys(self.shared, shape) if self.shapes is None else self.shapes(shape)
 
     @property
     def elementwise(self) -> bool:
@@ -204,8 +195,8 @@ class Kind:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """All state tensors."""
-        return self.shared if self.average is None else (self.average, *self.shared)
+        """All state tensors, each once: Lion's average is shared as well."""
+        return tuple(dict.fromkeys(name for name in (self.average, *self.shared) if name is not None))
 
     def linear(
         self, settings: Settings, shared: dict[str, Tensor], pushed: Tensor | None, room: Tensor | None = None
@@ -366,6 +357,81 @@ def _adamax(given: Inputs) -> Factors:
     return Factors(beta1, 1 - beta1, through=Inverse(_corrected_lr(settings), matrix))
 
 
+def _lion(given: Inputs) -> Factors:
+    settings = given.settings
+    beta1 = settings["beta1"]
+    beta2 = settings["beta2"]
+    average = given.shared["exp_avg"]
+    # A sign is a number divided by its size; 0 for a 0, which moves nothing
+    size = mixed(average, given.pushed, beta1).abs_()
+    size.masked_fill_(size == 0, math.inf)
+    advance(average, given.pushed, beta2, 1 - beta2)
+    return Factors(beta2, 1 - beta2, through=Inverse(settings["lr"], size), ahead=beta1)
+
+
+def _adafactor(given: Inputs) -> Factors:
+    """PyTorch's."""
+    floor = given.settings["floor"]
+    rate = given.settings["rate"]
+    gradient = given.pushed
+    if "variance" in given.shared:
+        squares = given.shared["variance"].lerp_(gradient * gradient, rate)
+    else:
+        rows = given.shared["row_var"].lerp_(_mean_square(gradient, -1), rate)
+        columns = given.shared["col_var"].lerp_(_mean_square(gradient, -2), rate)
+        squares = rows @ columns / rows.mean(-2, keepdim=True).clamp_(min=floor)
+    root = squares.clamp(min=floor * floor).sqrt_()
+    return Factors(1.0, 0.0, direct=_clipped(gradient, root, given.settings))
+
+
+def _mean_square(gradient: Tensor, axis: int) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True)
+    return norm.square_().div_(gradient.shape[axis])
+
+
+def _clipped(gradient: Tensor, root: Tensor, settings: Settings) -> Inverse:
+    """step_size / root, or less where gradient / root has a root mean square above `clip`."""
+    mean_size = float((gradient / root).norm()) / math.sqrt(gradient.numel())
+    return Inverse(settings["step_size"] / max(1.0, mean_size / settings["clip"]), root)
+
+
+def _shapes_of_adafactor(shape: Shape) -> dict[str, Shape]:
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+def _fairseq_adafactor(given: Inputs) -> Factors:
+    """That of fairseq, which Transformers has."""
+    settings = given.settings
+    floor = settings["floor"]
+    rate = settings["rate"]
+    gradient = given.pushed
+    squares = gradient.square().add_(floor)
+    if "exp_avg_sq" in given.shared:
+        mean = given.shared["exp_avg_sq"].lerp_(squares, rate)
+        root = mean.sqrt()
+        is_small = mean <= 2 * floor
+    else:
+        rows = given.shared["exp_avg_sq_row"].lerp_(squares.mean(-1), rate)
+        columns = given.shared["exp_avg_sq_col"].lerp_(squares.mean(-2), rate)
+        relative = rows / rows.mean(-1, keepdim=True)
+        root = relative.sqrt_().unsqueeze(-1) * columns.sqrt().unsqueeze(-2)
+        is_small = (rows <= 2 * floor).unsqueeze(-1) | (columns <= 2 * floor).unsqueeze(-2)
+    # As in at_rest: where there never was a gradient, the factor is free to choose, and would be about 1e15
+    root.masked_fill_(is_small & (gradient == 0), math.inf)
+    scale = _clipped(gradient, root, settings)
+    if settings["averages"]:
+        return Factors(settings["beta1"], scale * (1 - settings["beta1"]), through=1.0)
+    return Factors(1.0, 0.0, direct=scale)
+
+
+def _shapes_of_fairseq_adafactor(shape: Shape) -> dict[str, Shape]:
+    if len(shape) < 2:
+        return {"exp_avg_sq": shape}
+    return {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": (*shape[:-2], shape[-1])}
+
+
 KINDS: dict[str, Kind] = {
     "sgd": Kind(_sgd, "momentum_buffer"),
     "adam": Kind(_adam, "exp_avg", ("exp_avg_sq", "max_exp_avg_sq")),
@@ -375,6 +441,14 @@ KINDS: dict[str, Kind] = {
     "rmsprop": Kind(_rmsprop, "momentum_buffer", ("square_avg", "grad_avg")),
     "adadelta": Kind(_adadelta, None, ("square_avg", "acc_delta")),
     "adamax": Kind(_adamax, "exp_avg", ("exp_inf",)),
+    "lion": Kind(_lion, "exp_avg", ("exp_avg",)),
+    "adafactor": Kind(_adafactor, None, ("row_var", "col_var", "variance"), _shapes_of_adafactor),
+    "fairseq adafactor": Kind(
+        _fairseq_adafactor,
+        "exp_avg",
+        ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
+        _shapes_of_fairseq_adafactor,
+    ),
 }
 
 

@@ -81,6 +81,7 @@ SETTINGS = {
     "checkpointing": {"gradient_checkpointing": True},
     "clipping": {"max_grad_norm": 0.01, "optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
+    "Adafactor": {"optim": "adafactor"},
 }
 
 

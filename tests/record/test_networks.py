@@ -9,6 +9,7 @@ from recorded_networks import (
     OPTIMIZERS,
     SAMPLES,
     STEPS,
+    WITHOUT_EPS,
     Attention,
     assert_close,
     assert_exact,
@@ -21,6 +22,7 @@ from recorded_networks import (
 FEW = ("cnn", "sequences", "lstm", "packed gru", "lstm cells", "decoder", "gpt", "norms")
 """The networks that are trained by every optimizer; the others by two."""
 RUNS = [f"{n}: {o}" for n in NETWORKS for o in OPTIMIZERS if n in FEW or o != "rmsprop"]
+RUNS += [f"{n}: {o}" for n in ("cnn", "lstm", "gpt", "decoder") for o in WITHOUT_EPS]
 
 
 @pytest.fixture(scope="module", params=RUNS)

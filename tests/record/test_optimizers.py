@@ -176,7 +176,7 @@ def test_settings_are_copied_before_the_step_returns():
     lr = torch.tensor(0.25)
     group = {"lr": lr, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     replay = OPTIMIZERS[torch.optim.SGD]
-    shared, (own,) = replay.read(group, [{}])
+    shared, (own,) = replay.read(group, [{}], [torch.zeros(1)])
     lr.zero_()
     assert shared["lr"] == 0.25
     assert own["fresh"] == 1.0
@@ -235,10 +235,16 @@ class SignDescent(torch.optim.Optimizer):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+class OtherLion(SignDescent):
+    """Nothing but the name is that of a known optimizer."""
+
+
+OtherLion.__name__ = "Lion"
+
 NOT_REPLAYED = {
     "SignDescent": lambda m: SignDescent(m.parameters()),
     "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "Lion": lambda m: OtherLion(m.parameters()),
 }
 
 

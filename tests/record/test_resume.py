@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import RecordingError
+from lion import Lion
 from training import SAMPLES, network, samples
 
 OPTIMIZERS = {
@@ -23,6 +24,8 @@ OPTIMIZERS = {
     "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Lion": lambda p: Lion(p, lr=0.003),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
 ELEMENTWISE = [name for name in OPTIMIZERS if not name.startswith("SGD")]
 INPUTS, LABELS = samples(torch.float32)

@@ -21,6 +21,7 @@ from dualform.recursions import Floats
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.totals.sums import sum_by_group
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -274,7 +275,7 @@ class Replayed:
             outputs = list(call.layer.outputs) or slice(None)
             for use in self.uses(call.layer):
                 written = call.keys.vectors() if use.role == "scale" else part(call.errors, use.errors)
-                sum_of_left = written.numpy()[left_out].sum(0, dtype=longer)
+                [sum_of_left] = sum_by_group(written.numpy()[left_out], longer)
                 used_rows(use, rest)[outputs] -= sum_of_left * longer(call.factor)
         result = torch.from_numpy(rest.astype(np.float64))
         return result.reshape(full.shape).to(self.dtype)

@@ -6,7 +6,7 @@ C_s of the last step comes first; the matrices of a stretch are kept in memory, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,14 @@ def starting_moment(gradients: Replayed) -> Moment:
             value = gradients.rows.of(value)
         return value.to(gradients.dtype, copy=True)
 
-    weight = read(f"model.{updates.parameter}")
-    states = {}
-    for name in kind.state:
+    def state(name: str | None, shape: Sequence[int]) -> Tensor:
         full_name = f"state.{updates.parameter}.{name}"
-        states[name] = read(full_name) if full_name in snapshot else torch.zeros_like(weight)
-    average = states[kind.average] if kind.average else torch.zeros_like(weight)
-    shared = {name: states[name] for name in kind.shared}
+        return read(full_name) if full_name in snapshot else weight.new_zeros(shape)
+
+    weight = read(f"model.{updates.parameter}")
+    average = state(kind.average, weight.shape)
+    shapes = kind.shared_shapes(tuple(weight.shape))
+    shared = {name: state(name, shape) for name, shape in shapes.items()}
     return Moment(weight, average, shared)
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.dual.coefficients import update_table
 from dualform.layers.streams import Layer, Use
+from dualform.recursions import KINDS
 from dualform.store.reader import Store
 
 Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])
@@ -58,7 +60,7 @@ def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | N
         return None
     use = uses[0]
     is_part = bool(use.rows or use.errors)
-    if use.role != "weight" or is_part or use.groups > 1:
+    if use.role != "weight" or is_part or use.groups > 1 or _needs_all_rows(store, parameter):
         return None
     units = sorted(map(int, wanted))
     places = torch.tensor(units, dtype=torch.int64)
@@ -66,3 +68,11 @@ def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | N
     if not outputs:
         return Rows(places, places)
     return Rows(places, torch.tensor([outputs.index(unit) for unit in units]))
+
+
+def _needs_all_rows(store: Store, parameter: str) -> bool:
+    """Whether the optimizer of a parameter cannot be replayed for some of its rows."""
+    if store.manifest.keep != "slots":
+        return False
+    kinds = update_table(store, parameter, 0, store.end_step)["optimizer"].unique()
+    return any(KINDS[kind].needs_all_rows for kind in kinds if kind in KINDS)

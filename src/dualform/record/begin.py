@@ -19,7 +19,7 @@ from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
 from dualform.record.manifest import new_manifest
-from dualform.record.optimizers import optimizer_list, refuse_not_replayed, warn_not_replayed
+from dualform.record.optimizers import optimizer_list, refuse_not_replayed, refuse_some_rows, warn_not_replayed
 from dualform.record.outputs import keep_outputs
 from dualform.record.passes import PendingPasses
 from dualform.record.recorded import StoreAs
@@ -107,6 +107,8 @@ def record(
     _check_optimizers(optimizers, keep, groupings)
 
     choice = choose(network, optimizers, layers, exclude)
+    if outputs:
+        refuse_some_rows(optimizers)
     choice.recorded = keep_outputs(choice.recorded, outputs)
     axes = _checked_axes(batch_axis, choice.modules)
     _warn_of_left_out(choice.left_out)

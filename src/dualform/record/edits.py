@@ -132,7 +132,8 @@ class OptimizerWatch:
         settings: list[Numbers] = []
         for group, recorded in self.parts:
             first = len(settings)
-            shared, owns = self._replay.read(group, states[first : first + len(recorded)])
+            of_group = states[first : first + len(recorded)]
+            shared, owns = self._replay.read(group, of_group, [one.tensor for one in recorded])
             settings += [{**shared, **own} for own in owns]
         return settings
 

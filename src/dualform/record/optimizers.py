@@ -1,20 +1,24 @@
 """What is read from an optimizer at each step. Its mathematics is in recursions.py, under the same name.
 
-A new optimizer is one line in OPTIMIZERS here, with a function of its own if it has unusual numbers, and one function and one line there.
+A new optimizer is one line in OPTIMIZERS here (in NAMED, if it is not PyTorch's), with a function of its own if it has unusual numbers, and one
+function and one line there.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import OptimizerError
 from dualform.record.fixed_weights import FixedWeights
+from dualform.record.trial import follows
 from dualform.recursions import KINDS, nadam_momentum
 
 Numbers = dict[str, float]
@@ -23,7 +27,7 @@ Numbers = dict[str, float]
 State = Mapping[str, Any]
 
 
-def _nothing(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+def _nothing(numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
     return [{} for _ in states]
 
 
@@ -34,13 +38,15 @@ class Replay:
     kind: str
     shared: Callable[[dict[str, Any]], Numbers]
     """Of a group → numbers that all its parameters share."""
-    own: Callable[[Numbers, Sequence[State]], list[Numbers]] = _nothing
-    """Of these and the states of some parameters before the step → numbers of each one's own."""
+    own: Callable[[Numbers, Sequence[State], Sequence[Tensor]], list[Numbers]] = _nothing
+    """Of these, and of some parameters with their states before the step → numbers of each one's own."""
 
-    def read(self, group: dict[str, Any], states: Sequence[State]) -> tuple[Numbers, list[Numbers]]:
-        """The numbers of a group's updates, given the states of its parameters before the step: shared ones, and each one's own."""
+    def read(
+        self, group: dict[str, Any], states: Sequence[State], parameters: Sequence[Tensor]
+    ) -> tuple[Numbers, list[Numbers]]:
+        """The numbers of a group's updates, given its parameters and their states before the step: shared ones, and each one's own."""
         shared = self.shared(group)
-        return shared, self.own(shared, states)
+        return shared, self.own(shared, states, parameters)
 
     @property
     def is_elementwise(self) -> bool:
@@ -76,21 +82,95 @@ def _adamw(group: dict[str, Any]) -> Numbers:
     return {**_adam(group), "decoupled": 1.0}  # older versions of PyTorch have no flag for it
 
 
-def _fresh(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+def _fresh(numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
     return [{"fresh": 1.0 if state.get("momentum_buffer") is None else 0.0} for state in states]
 
 
-def _count(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
+def _count(numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
     """The number of this update, from 1."""
     return [{"count": float(state.get("step", 0)) + 1} for state in states]
 
 
-def _nadam(numbers: Numbers, states: Sequence[State]) -> list[Numbers]:
-    own = _count(numbers, states)
+def _nadam(numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
+    own = _count(numbers, states, parameters)
     for one, state in zip(own, states, strict=True):
         product = state.get("mu_product", torch.ones(()))  # PyTorch rounds it to its own type
         one["mu_product"] = float(product * nadam_momentum(numbers, one["count"]))
     return own
+
+
+def _lion(group: dict[str, Any]) -> Numbers:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    numbers = {name: float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "maximize")}
+    return {**numbers, "beta1": beta1, "beta2": beta2, "decoupled": 1.0}
+
+
+_FLOOR_OF_TYPE = -1.0
+"""PyTorch's Adafactor divides by no less than ε of the parameter's type, if it is told nothing else."""
+
+
+def _adafactor(group: dict[str, Any]) -> Numbers:
+    floor, smallest_scale = group["eps"]
+    return {
+        **_numbers("beta2_decay")(group),
+        "floor": _FLOOR_OF_TYPE if floor is None else float(floor),
+        "smallest_scale": float(smallest_scale),
+        "clip": float(group["d"]),
+        "decoupled": 1.0,
+    }
+
+
+def _steps_of_adafactor(numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
+    own = _count(numbers, states, parameters)
+    for one, parameter in zip(own, parameters, strict=True):
+        scale = max(numbers["smallest_scale"], _root_mean_square(parameter))
+        one["rate"] = one["count"] ** numbers["beta2_decay"]
+        one["step_size"] = scale * min(numbers["lr"], one["count"] ** -0.5)
+        if numbers["floor"] == _FLOOR_OF_TYPE:
+            one["floor"] = torch.finfo(parameter.dtype).eps
+    return own
+
+
+def _fairseq_adafactor(group: dict[str, Any]) -> Numbers:
+    floor, smallest_scale = group["eps"]
+    beta1 = group["beta1"]
+    return {
+        "lr": float(group["lr"] or 0.0),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": 0.0,
+        "decoupled": 1.0,
+        "decay_rate": float(group["decay_rate"]),
+        "floor": float(floor),
+        "smallest_scale": float(smallest_scale) if group["scale_parameter"] else 0.0,
+        "clip": float(group["clip_threshold"]),
+        "relative_step": float(group["relative_step"]),
+        "warmup_init": float(group["warmup_init"]),
+        "averages": 0.0 if beta1 is None else 1.0,
+        "beta1": float(beta1 or 0.0),
+    }
+
+
+def _steps_of_fairseq_adafactor(
+    numbers: Numbers, states: Sequence[State], parameters: Sequence[Tensor]
+) -> list[Numbers]:
+    own = _count(numbers, states, parameters)
+    for one, parameter in zip(own, parameters, strict=True):
+        count = one["count"]
+        lr = numbers["lr"]
+        if numbers["relative_step"]:
+            largest = 1e-6 * count if numbers["warmup_init"] else 1e-2
+            lr = min(largest, count**-0.5)
+        if numbers["smallest_scale"]:
+            lr *= max(numbers["smallest_scale"], _root_mean_square(parameter))
+        # Its decay goes with the size of the step, too
+        one["lr"] = lr
+        one["step_size"] = lr
+        one["rate"] = count ** numbers["decay_rate"]
+    return own
+
+
+def _root_mean_square(parameter: Tensor) -> float:
+    return float(parameter.detach().norm()) / math.sqrt(parameter.numel())
 
 
 OPTIMIZERS: dict[type[Optimizer], Replay] = {
@@ -103,12 +183,19 @@ OPTIMIZERS: dict[type[Optimizer], Replay] = {
     torch.optim.RMSprop: Replay("rmsprop", _numbers("eps", "alpha", "centered", "momentum")),
     torch.optim.Adadelta: Replay("adadelta", _numbers("eps", "rho")),
     torch.optim.Adamax: Replay("adamax", _betas(), _count),
+    torch.optim.Adafactor: Replay("adafactor", _adafactor, _steps_of_adafactor),
 }
+NAMED = {
+    "Lion": Replay("lion", _lion),
+    "Adafactor": Replay("fairseq adafactor", _fairseq_adafactor, _steps_of_fairseq_adafactor),
+}
+"""Optimizers of other libraries, by the names of their classes. Others may have the same name, so each is tried out (trial.py)."""
 NOT_LINEAR = {
     "LBFGS": "it looks back over several gradients at once and may search along a line",
     "Rprop": "it uses the signs of gradients only",
     "Muon": "it makes each gradient orthogonal as a whole, so no slot has a part of its own",
-    "Adafactor": "it scales an update by its own size",
+    "Lion": "it is another Lion than those that are known, or keeps its average in fewer bits",
+    "Adafactor": "it is another Adafactor than those that are known",
     "SparseAdam": "it skips elements whose gradient is not there",
     "FixedWeights": "nothing is trained",
     "ASGD": "it averages weights beside the recursion",
@@ -124,6 +211,9 @@ def replay_for(optimizer: Optimizer) -> Replay | None:
     for kind, replay in OPTIMIZERS.items():
         if type(optimizer) is kind or (isinstance(optimizer, kind) and _inherits_update(type(optimizer), kind)):
             return replay
+    named = [NAMED[parent.__name__] for parent in type(optimizer).__mro__ if parent.__name__ in NAMED]
+    if named and follows(optimizer, named[0], _without_hooks(type(optimizer).step)):
+        return named[0]
     return None
 
 
@@ -194,6 +284,17 @@ def refuse_not_replayed(optimizers: Iterable[Optimizer], what: str) -> None:
             f"{what} needs coefficients, and {name} cannot be replayed ({why_not_replayed(name)}). Optimizers that can: "
             f'{", ".join(kind.__name__ for kind in OPTIMIZERS)}. Or keep="slots": attention and influence need no coefficients.'
         )
+
+
+def refuse_some_rows(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers in which the update of a row depends on other rows, for recordings that keep some of them."""
+    for optimizer in optimizers:
+        replay = replay_for(optimizer)
+        if replay is not None and KINDS[replay.kind].needs_all_rows:
+            raise OptimizerError(
+                f"outputs= keeps some rows of a weight, and {type(optimizer).__name__} scales each by all of them. Leave out outputs=, or "
+                f"train with another optimizer."
+            )
 
 
 def _not_replayed(optimizers: Iterable[Optimizer]) -> list[str]:

@@ -21,6 +21,7 @@ from dualform.store.format import Manifest
 from dualform.totals.group_tensors import OF, Deltas
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 from dualform.totals.stretch import Piece, StretchUpdates, Uses
+from dualform.totals.sums import sum_by_group
 from dualform.totals.written import add_by_group, add_written
 
 States = dict[str, Tensor]
@@ -42,6 +43,7 @@ class ElementwiseFold:
         self._number = number
         self._parameters = len(manifest.parameters)
         self._name = manifest.parameters[number].name
+        self._shape = tuple(manifest.parameters[number].shape)
         self._is_vector = manifest.is_vector(self._name)
         users = [layer for layer in manifest.layers if self._name in layer.parameters]
         self._is_rounded_within = any(layer.kind == ROUNDED_WITHIN for layer in users)
@@ -55,12 +57,11 @@ class ElementwiseFold:
     def _begin(self, beginning: Mapping[str, Tensor]) -> None:
         """Take the parameter and its optimizer state as they were when recording began."""
         weight = beginning[f"model.{self._name}"]
-        stored_as = {"average": self._kind.average}
-        stored_as.update({state: state for state in self._kind.shared})
-        states = {"weight": weight}
-        for state, stored in stored_as.items():
-            nothing = torch.zeros_like(weight)
-            states[state] = beginning.get(f"state.{self._name}.{stored}", nothing)
+        average = beginning.get(f"state.{self._name}.{self._kind.average}", torch.zeros_like(weight))
+        states = {"weight": weight, "average": average}
+        for state, shape in self._kind.shared_shapes(self._shape).items():
+            nothing = weight.new_zeros(shape)
+            states[state] = beginning.get(f"state.{self._name}.{state}", nothing)
         self._keep("now", states)
         self._keep("initial", {of: states[of] for of in OF})
 
@@ -70,7 +71,7 @@ class ElementwiseFold:
 
     def _states(self, prefix: str) -> States:
         """Return the parameter and its optimizer state, to be changed in place."""
-        states = (*OF, *self._kind.shared)
+        states = (*OF, *self._kind.shared_shapes(self._shape))
         return {state: self._tensors[f"{prefix}.{self._number}.{state}"] for state in states}
 
     def fold(self, uses: Uses, deltas: Mapping[int, Deltas]) -> None:
@@ -97,7 +98,7 @@ class ElementwiseFold:
         settings = self._updates.at(update)
         weight = states["weight"]
         average = states["average"]
-        shared = {name: states[name] for name in self._kind.shared}
+        shared = {name: state for name, state in states.items() if name in self._kind.shared}
         sign, decay, _ = outer(settings)
         pushed = gradient * sign + weight * decay
         linear = self._kind.linear(settings, shared, pushed)
@@ -137,11 +138,12 @@ class ElementwiseFold:
         for use, piece in slots:
             factors = self._updates.slot_factors(update, piece)
             written = _vector_slots(use, piece).numpy()
-            scaled = written.astype(longer) * factors.astype(longer)[:, None]
             own = parts[:, slice(*use.rows)] if use.rows else parts
-            own_shape = own.shape[1:]
-            rows = piece.groups[grouping] + 1
-            np.add.at(own, rows, scaled.reshape(-1, *own_shape))
+            for factor in np.unique(factors):  # one for each backward pass
+                of_pass = factors == factor
+                rows = piece.groups[grouping][of_pass] + 1
+                sums = sum_by_group(written[of_pass], longer, rows, count)
+                own += longer(factor) * sums.reshape(own.shape)
         in_groups = parts[1:].sum(0)
         parts[0] = gradient.numpy().astype(longer) - in_groups
         rounded = torch.from_numpy(parts.astype(np.float64))
