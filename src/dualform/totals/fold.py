@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.layers.keys import Keys, Numbers, Vectors
+from dualform.layers.keys import KeysOrGradients, Numbers, RowGradients, Vectors
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Floats, Ints, Kind, Linear, Updates, Walked, at_rest, outer
@@ -35,7 +35,7 @@ MAPS = ("initial.", "now.", "rounded.")
 class Piece:
     """Some slots of one layer in a stretch: all of one call, or several calls where keys are vectors."""
 
-    keys: Keys
+    keys: KeysOrGradients
     errors: Tensor | None
     """(n, d_out); None if only keys are wanted."""
     steps: Ints
@@ -49,7 +49,7 @@ class Piece:
 
     def some(self, here: slice) -> Piece:
         """Return some of the slots. A piece of feature maps is of one call, and is not cut."""
-        assert isinstance(self.keys, (Vectors, Numbers))
+        assert isinstance(self.keys, (Vectors, Numbers, RowGradients))
         errors = None if self.errors is None else self.errors[here]
         groups = [codes[here] for codes in self.groups]
         return Piece(self.keys.some(here), errors, self.steps[here], self.backwards[here], groups)
@@ -240,7 +240,7 @@ class Accumulated:
         """Add the keys of slots that wrote something to the sums of their groups, and count them."""
         layer = self._manifest.layers[number]
         is_one_hot = isinstance(slots.keys, Numbers)
-        keys = _written_only(slots, slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors())
+        keys = _written_only(slots, _key_numbers(slots.keys))
         sign = f"negative.{number}"
         is_negative = not is_one_hot and bool((keys < 0).any())
         self._signs[sign] = self._signs.get(sign, False) or is_negative
@@ -378,6 +378,13 @@ class Accumulated:
             self._maps[f"initial.{number}.{of}"] = states[of].clone()
 
 
+def _key_numbers(keys: KeysOrGradients) -> Tensor:
+    """Return what is summed of keys: vectors, or of one-hot keys their places. Of the gradients of rows, nothing is."""
+    if isinstance(keys, RowGradients):
+        return keys.data[:, :0]
+    return keys.places if isinstance(keys, Numbers) else keys.vectors()
+
+
 def _written_only(slots: Piece, values: Tensor) -> Tensor:
     """Return the entries of slots that wrote something. values: (n, …)."""
     if slots.written is None:
@@ -443,7 +450,7 @@ def _parts_of_vector(
     parts = np.zeros((count, *gradient.shape), longer)
     for use, piece in here:
         assert piece.errors is not None
-        written = piece.keys.vectors() if use.role == "scale" else columns(piece.errors, use.errors)
+        written = _vectors_of_slots(use, piece)
         scale = some.scales_in(place, piece).astype(longer)
         scaled = written.numpy().astype(longer) * scale[:, None]
         own = parts[:, use.rows[0] : use.rows[1]] if use.rows else parts
@@ -494,17 +501,27 @@ def _update(now: Mapping[str, Tensor], kind: Kind, settings: dict[str, float], g
     return linear
 
 
+def _vectors_of_slots(use: Use, piece: Piece) -> Tensor:
+    """Return what each slot writes to a bias or an elementwise weight, (slots, d)."""
+    assert piece.errors is not None
+    if isinstance(piece.keys, RowGradients):
+        return piece.keys.added_to(use)
+    return piece.keys.vectors() if use.role == "scale" else columns(piece.errors, use.errors)
+
+
 def _written(use: Use, piece: Piece, places: Ints | None, scale: Tensor) -> Tensor:
     """Return Σ over some slots of what a use makes of them, each scaled. places: of these slots; None: all of them."""
     assert piece.errors is not None
     keys = piece.keys
     errors = piece.errors
-    if places is not None and isinstance(keys, (Vectors, Numbers)):
+    if places is not None and isinstance(keys, (Vectors, Numbers, RowGradients)):
         which = torch.from_numpy(places)
         keys = keys.some(which)
         errors = errors[which]
         scale = scale[which]
     keys = keys.to(scale.dtype)
+    if isinstance(keys, RowGradients):
+        return keys.summed(use, scale)
     if use.role == "scale":
         return scale @ keys.vectors()
     errors = columns(errors.to(scale.dtype), use.errors) * scale.unsqueeze(1)
