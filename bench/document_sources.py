@@ -27,6 +27,7 @@ from torch import Tensor
 import dualform
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Factors, damped
+from dualform.layers.keys import RowGradients
 from dualform.layers.streams import Layer
 from dualform.query.completions import encode_completion
 from dualform.query.dual import Dual
@@ -227,6 +228,7 @@ class Gradients:
             for place, layer in enumerate(self.layers):
                 queries = [map_queries(layer, one[layer.name].queries, one[layer.name].gradients) for one in captured]
                 for here, piece, keys, errors in pieces_in(self.dual.store, layer, window, torch.float32):
+                    assert not isinstance(keys, RowGradients)
                     low = window.begin - segment.first_row + here.start
                     rows = slice(low, low + piece.rows)
                     divisor = piece.loss_divisors(self._loss_mean, torch.float32)

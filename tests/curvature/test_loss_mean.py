@@ -176,7 +176,7 @@ def test_curvature_that_was_counted_while_recording(tmp_path, monkeypatch):
     answer = dual.influence(one_hot(torch.arange(2)), target=target, segments=WHOLE, silent=True)
     scores = scores_of(answer)
     assert_samples_score_the_same(dual, scores)
-    monkeypatch.setattr("dualform.query.influence.factors.recorded_factors", lambda *given: None)
+    monkeypatch.setattr("dualform.query.influence.factors.recorded_factors", lambda *given, **named: None)
     for path in (tmp_path / "run").glob("curvature-*"):
         path.unlink()
     again = dual.reopened().influence(one_hot(torch.arange(2)), target=target, segments=WHOLE, silent=True)

@@ -26,7 +26,7 @@ def test_what_the_recorder_writes_is_consistent(whole):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("keep",), "everything", "keep is 'everything'; expected one of 'slots', 'keys', 'totals'"),
+        (("keep",), "everything", "keep is 'everything'; expected one of 'slots', 'rows', 'keys', 'totals'"),
         (("dtype",), "float8", "dtype is 'float8'"),
         (("columns", 0, "type"), "Object", "the type of column 'sample_id' is 'Object'"),
         (("columns", 0, "per"), "epoch", "per of column 'sample_id' is 'epoch'"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
-from dualform.store.records import Block
+from dualform.store.records import Block, written_slots
 from dualform.store.slots import SlotChunk
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -60,7 +60,6 @@ def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
     """The calls of one step."""
     calls = []
     for block in blocks:
-        silent = 0 if block.silent is None else int(block.silent.sum())
         call = Call(
             step=0,
             backward=block.backward,
@@ -68,7 +67,7 @@ def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
             rows=block.rows,
             layer=block.layer,
             arrival=block.arrival,
-            written=block.slots - silent,
+            written=written_slots(block),
         )
         calls.append(call)
     return table_of_calls(calls)
@@ -149,16 +148,6 @@ def _calls(chunks: Sequence[SlotChunk]) -> pl.DataFrame:
     for chunk in chunks:
         step, backward, _, first_row, rows, _, arrival = chunk.blocks.T
         layer = np.full_like(step, chunk.number)
-        columns = [step, backward, first_row, rows, layer, arrival, _written(chunk)]
+        columns = [step, backward, first_row, rows, layer, arrival, chunk.written_counts]
         tables.append(np.stack(columns, axis=1))
     return table_of_calls(np.concatenate(tables))
-
-
-def _written(chunk: SlotChunk) -> Ints:
-    """(blocks,): how many slots of each block are not silent."""
-    if chunk.silent is None:
-        return chunk.counts
-    written_before = np.append(0, np.cumsum(~chunk.silent))
-    ends = chunk.starts + chunk.counts
-    written: Ints = written_before[ends] - written_before[chunk.starts]
-    return written

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.layers.keys import Keys, Numbers, part
+from dualform.layers.keys import Keys, Numbers, RowGradients, part
 from dualform.layers.streams import Layer, Use
 
 
@@ -54,6 +54,20 @@ class LinearMap:
         """(n, groups, outputs)."""
         found = keys.vectors() if self.of_parts else part(errors, self.errors)
         return found.reshape(len(found), self.groups, self.outputs)
+
+    def of_gradients(self, gradients: RowGradients) -> tuple[Tensor, Tensor]:
+        """The gradients of rows as this map sees them: Σ error ⊗ key, (rows, groups, outputs, width), and Σ error, (rows, groups, outputs).
+
+        The second is zero where there is no bias.
+        """
+        weights = part(gradients.weights, self.keys)
+        of_constant = gradients.biases
+        if self.errors:
+            weights = part(weights.transpose(1, 2), self.errors).transpose(1, 2)
+        shape = (len(gradients), self.groups, self.outputs)
+        if not self.constant:
+            return weights.reshape(*shape, self.width), weights.new_zeros(shape)
+        return weights.reshape(*shape, self.width), part(of_constant, self.errors).reshape(shape)
 
     def with_constant(self, vectors: Tensor) -> Tensor:
         """(…, width) → (…, width + 1): with the constant behind each vector."""

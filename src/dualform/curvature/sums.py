@@ -85,6 +85,12 @@ class Sums:
             self.keys[:, width, :width] += sums
             self.keys[:, width, width] += linear_map.constant**2 * len(own_errors)
 
+    def add_counted(self, keys: Tensor, errors: Tensor, slots: int, divisor: float) -> None:
+        """Add what other sums hold of error signals as they are. divisor: by what the loss's mean has divided them."""
+        self.keys += keys
+        self.errors += errors * divisor**2
+        self.slots += slots
+
     def factors(self, positions: float) -> Factors:
         """The means. positions: slots for each row."""
         count = max(1, self.slots)

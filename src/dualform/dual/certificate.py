@@ -167,7 +167,7 @@ def _moment_to_compare(store: Store, end: int) -> _Moment:
     if nearest == end:
         return _Moment(nearest, "the stored weights")
     is_the_end = end == store.end_step  # killed, or ended within optimizer.step()
-    if (is_the_end or nearest == 0) and store.manifest.keep == "slots":
+    if (is_the_end or nearest == 0) and store.manifest.keeps_gradients:
         why = "the weights of the last step are not stored" if is_the_end else "there is no later snapshot"
         return _Moment(None, f"projections of the weights, stored after each step ({why})")
     return _Moment(nearest, f"weights rebuilt from the snapshot at step {nearest}")

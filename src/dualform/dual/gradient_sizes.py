@@ -19,7 +19,7 @@ from dualform.dual.coefficients import recorded_updates, update_table
 from dualform.dual.gradients import Call, Replayed, description
 from dualform.dual.rounding import roundoff, storage_roundoff
 from dualform.dual.rows import kept_rows, used_rows
-from dualform.layers.keys import Keys, in_groups, part
+from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, part
 from dualform.layers.streams import Use
 from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
@@ -46,7 +46,7 @@ class WrongSize:
 
 def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
     """Return the first update before `end` whose slots are not those that the recorder has seen, or None."""
-    if store.manifest.keep != "slots" or store.is_vector(parameter):
+    if not store.manifest.keeps_gradients or store.is_vector(parameter):
         return None
     if kept_rows(store, parameter) is not None:  # sizes are those of all rows
         return None
@@ -164,13 +164,16 @@ def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
 
 def _squares_through(
     use: Use,
-    keys: Keys,
+    keys: KeysOrGradients,
     errors: Tensor,
     random: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """‖d(slot @ R)‖² of each slot, if each number of its key is off by its own size, and the same for its error signal: two times (n,)."""
-    used = part(errors, use.errors)
     square_rows = random.square().sum(1, keepdim=True)
+    if isinstance(keys, RowGradients):  # one number is stored for each entry, and none for its error signal
+        of_entries = (keys.added_to(use).square() @ square_rows).flatten(1).sum(1)
+        return of_entries, torch.zeros_like(of_entries)
+    used = part(errors, use.errors)
     if use.role == "table":  # keys are one-hot: exact
         of_errors = (used.square() @ square_rows)[:, 0]
         return torch.zeros_like(of_errors), of_errors
@@ -187,11 +190,13 @@ def _squares_through(
 
 def _projected(
     use: Use,
-    keys: Keys,
+    keys: KeysOrGradients,
     errors: Tensor,
     random: Tensor,
 ) -> Tensor:
     """What slots add to a weight, seen through R: (rows, columns of R)."""
+    if isinstance(keys, RowGradients):
+        return keys.summed(use, errors[:, 0]) @ random
     used = part(errors, use.errors)
     if use.role == "table":
         return keys.outer(used @ random).T

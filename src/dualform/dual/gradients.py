@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Updates
 from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
-from dualform.layers.keys import Keys, Vectors, part
+from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, part
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import Floats
 from dualform.store.format import Parameter
@@ -47,11 +47,13 @@ def chunk_place(store: Store, step: int) -> int:
 
 def of_slots(
     use: Use,
-    keys: Keys,
+    keys: KeysOrGradients,
     errors: Tensor,
-    columns: Tensor | slice | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector. columns: some of the errors'."""
+    if isinstance(keys, RowGradients):
+        return keys.summed(use, errors[:, 0], columns)
     if use.role == "scale":
         return keys.vectors().sum(0)
     if use.role == "bias":
@@ -60,7 +62,14 @@ def of_slots(
     return written.T if use.role == "table" else written
 
 
-def _used_errors(use: Use, errors: Tensor, columns: Tensor | slice | None) -> Tensor:
+def vectors_of_slots(use: Use, keys: KeysOrGradients, errors: Tensor) -> Tensor:
+    """What each slot writes to a bias or an elementwise weight, (slots, d)."""
+    if isinstance(keys, RowGradients):
+        return keys.added_to(use) * errors
+    return keys.vectors() if use.role == "scale" else part(errors, use.errors)
+
+
+def _used_errors(use: Use, errors: Tensor, columns: Tensor | None) -> Tensor:
     """The part of error signals that a weight gets; columns: these alone."""
     return part(errors, use.errors) if columns is None else errors[:, columns]
 
@@ -98,7 +107,7 @@ class Sum:
         self,
         layer: Layer,
         use: Use,
-        keys: Keys,
+        keys: KeysOrGradients,
         errors: Tensor,
         factor: float = 1.0,
     ) -> None:
@@ -146,7 +155,7 @@ class Call:
     layer: Layer
     factor: float
     """Of its backward pass."""
-    keys: Keys
+    keys: KeysOrGradients
     errors: Tensor
     kept: Bools | None = None
     """(slots,): which of them a mask keeps; None: all."""
@@ -274,7 +283,7 @@ class Replayed:
             left_out = ~np.asarray(call.kept)
             outputs = list(call.layer.outputs) or slice(None)
             for use in self.uses(call.layer):
-                written = call.keys.vectors() if use.role == "scale" else part(call.errors, use.errors)
+                written = vectors_of_slots(use, call.keys, call.errors)
                 [sum_of_left] = sum_by_group(written.numpy()[left_out], longer)
                 used_rows(use, rest)[outputs] -= sum_of_left * longer(call.factor)
         result = torch.from_numpy(rest.astype(np.float64))
@@ -291,10 +300,12 @@ class Replayed:
             layer = chunk.layer
             only_errors = all(use.role == "bias" for use in self.uses(layer))
             for factor, low, high in calls_of_step(chunk, step, factors):
-                errors = chunk.errors(self.dtype, low, high)
-                keys = Vectors(errors[:, :0]) if only_errors else chunk.keys(self.dtype, low, high)
                 kept_here = None if kept is None else kept[low:high]
-                yield Call(layer, factor, keys, errors, kept_here)
+                if only_errors and not chunk.is_gradient(low, high):
+                    errors = chunk.errors(self.dtype, low, high)
+                    yield Call(layer, factor, Vectors(errors[:, :0]), errors, kept_here)
+                else:
+                    yield Call(layer, factor, *chunk.pairs(self.dtype, low, high), kept_here)
 
     def _chunk_of(self, step: int) -> _OpenChunk:
         """The chunk that holds a step; the last one stays open."""
@@ -338,8 +349,8 @@ def calls_of_step(chunk: SlotChunk, step: int, factors: Floats) -> Iterator[tupl
             yield factor, low, high
 
 
-def weighted_parts(keys: Keys, layer: Layer, taken: Tensor) -> Keys:
+def weighted_parts(keys: KeysOrGradients, layer: Layer, taken: Tensor) -> KeysOrGradients:
     """An elementwise weight has no error signal to weigh: its slots' own parts are weighed instead."""
-    if layer.form != "parts":
+    if layer.form != "parts" or isinstance(keys, RowGradients):
         return keys
     return Vectors(keys.vectors() * taken.unsqueeze(1))

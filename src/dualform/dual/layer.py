@@ -160,6 +160,8 @@ class DualLayer:
 
     def attention_weights(self, query: Tensor) -> Tensor:
         """α_t = x_t · x for queries (*, d_in) → (*, slots)."""
+        if self._store.is_summed(self.name):
+            raise NotRecordedError(self._store.why_no_positions(self.name))
         query = self._converted(query)
         flat = query.reshape(-1, query.shape[-1])
         empty = flat.new_zeros(len(flat), 0)
@@ -170,7 +172,7 @@ class DualLayer:
     def attention(self, query: Tensor) -> Tensor:
         """Attention(X, E, x) = Σ_t α_t e_t for queries (*, d_in) → (*, d_out), chunk by chunk."""
         query = self._converted(query)
-        if self._coefficients is None or not self._is_one_matrix:
+        if self._coefficients is None or not self._is_one_matrix or self._store.is_summed(self.name):
             return query @ self.learned.T
         flat = query.reshape(-1, query.shape[-1])
         total = torch.zeros(len(flat), self._kept_outputs, dtype=torch.float64)

@@ -91,7 +91,7 @@ def full_floor(
 
     is_worst: where coefficients are matrices, each weight counts with its largest displacement in many walks.
     """
-    if store.manifest.keep != "slots":
+    if not store.manifest.keeps_gradients:
         return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
     if store.is_vector(parameter):  # its gradients are kept as they were
@@ -203,8 +203,7 @@ def _sizes_of_slots(store: Store, coefficients: Coefficients) -> dict[str, float
         for chunk in store.chunks(layer.name, begin_step=updates.begin, end_step=updates.end):
             by_slot = torch.from_numpy(chunk.per_slot(coefficients.of_blocks(chunk)))
             for low, high in chunk.pieces(layer.d_in + layer.d_out):
-                keys = chunk.keys(torch.float32, low, high)
-                errors = chunk.errors(torch.float32, low, high)
+                keys, errors = chunk.pairs(torch.float32, low, high)
                 squares = keys.square_norms().double()
                 squares *= errors.double().square().sum(1)
                 total += float(squares @ by_slot[low:high].square())
@@ -216,8 +215,9 @@ def _slots_per_key(store: Store, layer: Layer) -> float:
     """How many slots have one stored key, on average: it is off by the same in each of them."""
     if layer.form != "vectors":
         return 1.0
+    slots = sum(chunk.slots_with_keys for chunk in store.addresses(layer.name))  # gradients of rows have none
     stored_keys = max(1, store.key_count(layer.name))
-    return max(1.0, store.slots(layer.name) / stored_keys)
+    return max(1.0, slots / stored_keys)
 
 
 def _usual_distance(updates: Updates, noise: _Noise) -> float:

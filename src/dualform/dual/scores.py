@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.rows import Rows
-from dualform.layers.keys import Keys, Numbers, in_groups, part
+from dualform.layers.keys import KeysOrGradients, Numbers, RowGradients, in_groups, part
 from dualform.layers.streams import Layer, Use
 
 AT_ONCE = 1 << 20
@@ -89,11 +89,13 @@ def inner(
 def scores(
     use: Use,
     product: Tensor,
-    keys: Keys,
+    keys: KeysOrGradients,
     errors: Tensor,
     rows: Rows | None,
 ) -> Tensor:
     """⟨product, error signal ⊗ key⟩ for each slot, (examples, slots). product: as above, coefficients included."""
+    if isinstance(keys, RowGradients):
+        return keys.along(use, product, None if rows is None else rows.columns) * errors[:, 0]
     if use.role == "scale":
         return product @ keys.vectors().T
     errors = part(errors, use.errors) if rows is None else errors[:, rows.columns]

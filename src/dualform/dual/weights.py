@@ -12,7 +12,7 @@ from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, up
 from dualform.dual.gradients import Bools, Keep, Sum, compute_dtype, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
-from dualform.layers.keys import Keys, Vectors
+from dualform.layers.keys import KeysOrGradients, Vectors
 from dualform.layers.streams import Layer, Use
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
@@ -174,22 +174,22 @@ def _slots_of_layer(
     keep: Keep | None,
     dtype: torch.dtype,
     only_errors: bool,
-) -> Iterator[tuple[Keys, Tensor]]:
+) -> Iterator[tuple[KeysOrGradients, Tensor]]:
     """Keys and values of a layer's slots that take part, some at a time."""
-    read = _read_some if layer.form == "vectors" else _read_all
     updates = coefficients.updates
     for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
         kept = None if keep is None else keep(chunk)
         if kept is not None and not kept.any():
             continue
         scales = scaled(chunk, coefficients, 0, chunk.slots, dtype)
+        read = _read_some if layer.form == "vectors" and chunk.sums is None else _read_all
         yield from read(chunk, kept, scales, only_errors)
         store.decoded(chunk.chunk.files[SLOTS].size)
 
 
 def _read_some(
     chunk: SlotChunk, kept: Bools | None, scales: Tensor, only_errors: bool
-) -> Iterator[tuple[Keys, Tensor]]:
+) -> Iterator[tuple[KeysOrGradients, Tensor]]:
     """Keys and values of the slots that take part, a piece at a time: nothing else is read. only_errors: the sum of the values."""
     wanted = np.arange(chunk.slots) if kept is None else np.flatnonzero(kept)
     for places in chunk.some_pieces(wanted, chunk.layer.d_in + chunk.layer.d_out):
@@ -205,15 +205,16 @@ def _read_some(
             yield keys.some(here), errors[here]
 
 
-def _read_all(chunk: SlotChunk, kept: Bools | None, scales: Tensor, only_errors: bool) -> Iterator[tuple[Keys, Tensor]]:
+def _read_all(
+    chunk: SlotChunk, kept: Bools | None, scales: Tensor, only_errors: bool
+) -> Iterator[tuple[KeysOrGradients, Tensor]]:
     """Those of all slots, with the value 0 for those that take no part."""
     if kept is not None:
         scales = scales * torch.from_numpy(kept).unsqueeze(1)
     for low, high in chunk.pieces(chunk.layer.d_in + chunk.layer.d_out):
         if kept is None or kept[low:high].any():
             scale = scales[low:high]
-            keys = chunk.keys(scale.dtype, low, high)
-            errors = chunk.errors(scale.dtype, low, high)
+            keys, errors = chunk.pairs(scale.dtype, low, high)
             yield weighted_parts(keys, chunk.layer, scale[:, 0]), errors * scale
 
 

@@ -34,6 +34,8 @@ class Reading:
 
     def _queries_of(self, layer: str) -> Tensor:
         """(tests, d_in): the queries of the test examples, summed over their positions."""
+        if self._subject.dual.store.is_summed(layer):
+            return torch.zeros(0, 0)
         with self._lock:
             if not self._queries:
                 width = sum(one["d_in"] for one in self._subject.info["layers"])

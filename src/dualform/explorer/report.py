@@ -159,7 +159,7 @@ def questions(session: Session, numbers: Sequence[int]) -> list[str]:
                         _address("/api/sources", input=name, layer=layer.name, kind=kind, target=u) for u in units
                     ]
         for group in run.groups:
-            if run.keep == "slots" or group.fast:
+            if run.keep in ("slots", "rows") or group.fast:
                 drops = [_equal(group.column, value.value) for value in group.values]
                 found += [
                     _address("/api/edit", input=name, drop=drop) for drop in drops if session.edits.is_quick(drop)

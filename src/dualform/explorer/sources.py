@@ -69,14 +69,23 @@ class Scoring:
         no_errors = (
             "this run keeps keys only, no error signals" if keep == "keys" or (keep == "totals" and not sums) else ""
         )
-        no_slots = "" if keep == "slots" else f"it is estimated from slots, and this run keeps {keep} only"
+        no_slots = "" if keep in ("slots", "rows") else f"it is estimated from slots, and this run keeps {keep} only"
         collected = self._subject.collected
         no_training = f"it needs a recording of the training, and this run was {collected}" if collected else ""
-        missing = {"attention": "", "contribution": no_training or no_errors, "influence": no_slots}
+        missing = {"attention": self._why_no_attention, "contribution": no_training or no_errors, "influence": no_slots}
         return [
             View(kind=kind, name=name, sentence=sentence, missing=missing[kind])
             for kind, (name, sentence) in SENTENCES.items()
         ]
+
+    @property
+    def _why_no_attention(self) -> str:
+        """Why no layer has attention weights; empty if one has."""
+        store = self._subject.dual.store
+        attending = [layer.name for layer in store.manifest.layers if layer.attends]
+        if not attending or not all(map(store.is_summed, attending)):
+            return ""
+        return "this run keeps the gradients of whole rows, and no keys of single positions"
 
     def scores(self, address: str, layer: str, kind: Kind, target: int) -> Floats:
         """(n,): one score for each slot that takes part, as in Book.rows_of()."""

@@ -29,8 +29,12 @@ class Suspicion:
         """Why there is no ranking; empty if there is one."""
         if not self._subject.by or self._subject.label is None:
             return "The recording has no columns that name samples and labels."
-        if self._subject.info["keep"] != "slots":
+        store = self._subject.dual.store
+        if not store.manifest.keeps_gradients:
             return 'The recording keeps no error signals: record with keep="slots".'
+        attending = [layer.name for layer in store.manifest.layers if layer.attends]
+        if attending and store.is_summed(attending[-1]):
+            return 'The recording keeps the gradients of whole rows, and no error signals at the output: record with keep="slots".'
         return ""
 
     def of(self, key: Key) -> tuple[float | None, int | None, int]:

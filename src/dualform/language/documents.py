@@ -68,7 +68,12 @@ class RecordedDocuments:
                 f"{self.dual.store.files} does not have the tokens of its documents: they are read from the slots of the layer that embeds "
                 f"them, which must be recorded. dual.sources(…) ranks whole documents."
             )
-        return min(fitting, key=lambda layer: layer.d_in).name
+        embedding = min(fitting, key=lambda layer: layer.d_in).name
+        if self.dual.store.is_summed(embedding):
+            raise NotRecordedError(
+                f"{self.dual.store.why_no_positions(embedding)} dual.sources(…) ranks whole documents."
+            )
+        return embedding
 
     @property
     def place(self) -> tuple[str, str]:

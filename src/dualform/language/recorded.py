@@ -114,7 +114,7 @@ class RecordedLanguageModel:
         return self._vectors.attend({name: query})[name].part(part)
 
     def _contributions(self, tokens: Tensor, target: int, part: str, gate: str | None) -> Answer:
-        if self.dual.store.manifest.keep != "slots":
+        if not self.dual.store.manifest.keeps_gradients:
             raise NotRecordedError(
                 f"contributions need error signals, and {self.dual.store.location} keeps {self.dual.store.manifest.keep} only. "
                 f"Record with all slots."

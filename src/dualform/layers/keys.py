@@ -1,6 +1,7 @@
 """The forms of keys, with the few products that are ever asked of them. All are (slots, d_in) in spirit.
 
-`Vectors` says what each product is; the other forms give the same without making the vectors.
+`Vectors` says what each product is; `Numbers` and `Maps` give the same without making the vectors. `RowGradients` stand where the
+slots of a row were summed when they were recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualform.layers.streams import Geometry, Layer
+from dualform.layers.streams import Geometry, Layer, Use
 
 Columns = Sequence[int]
 """begin, end, begin, end … of some columns; empty: all of them."""
@@ -221,6 +222,10 @@ class Maps:
         """The same keys in another type of numbers."""
         return self._with(self.maps.to(dtype))
 
+    def some(self, which: slice) -> Maps:
+        """Those of some maps."""
+        return self._with(self.maps[which])
+
     def _with(self, maps: Tensor) -> Maps:
         """Patches of other maps that have their border already."""
         made = Maps.__new__(Maps)
@@ -230,8 +235,85 @@ class Maps:
         return made
 
 
+class RowGradients:
+    """The gradients of whole rows, Σ error ⊗ key over the slots that each had. A row is then one slot, and its error signal the number 1.
+
+    Keys and error signals cannot be told apart any more: what a row adds to a parameter is asked for by the parameter's use.
+    """
+
+    def __init__(self, data: Tensor, outputs: int, width: int):
+        """data (rows, outputs × width), and, if there is a bias, its gradient (outputs) behind that.
+
+        outputs: how many error signals were kept; width: how long a row of the weight is, d_in / groups.
+        """
+        self.data = data
+        self._outputs = outputs
+        self._width = width
+
+    @staticmethod
+    def of(layer: Layer, data: Tensor) -> RowGradients:
+        """Gradients (rows, size) of a layer."""
+        return RowGradients(data, layer.kept_outputs, layer.gradient_width)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def weights(self) -> Tensor:
+        """Σ error ⊗ key of each row, (rows, outputs, width)."""
+        shape = (self._outputs, self._width)
+        own = self.data[:, : self._outputs * self._width]
+        return torch.unflatten(own, 1, shape)
+
+    @property
+    def biases(self) -> Tensor:
+        """Σ error of each row, (rows, outputs)."""
+        return self.data[:, self._outputs * self._width :]
+
+    def added_to(self, use: Use, outputs: Tensor | None = None) -> Tensor:
+        """What each row adds to a parameter, (rows, *its rows and columns). outputs: only these of a weight's."""
+        if use.role == "bias":
+            return part(self.biases, use.errors)
+        weights = self.weights
+        if outputs is not None:
+            weights = weights[:, outputs]
+        elif use.errors:
+            by_output = weights.transpose(1, 2)
+            weights = part(by_output, use.errors).transpose(1, 2)
+        weights = part(weights, use.keys)
+        return weights.transpose(1, 2) if use.role == "table" else weights
+
+    def summed(self, use: Use, scales: Tensor, outputs: Tensor | None = None) -> Tensor:
+        """Σ scale · what each row adds to a parameter. scales (rows,)."""
+        total = scales.unsqueeze(0) @ self.data
+        return RowGradients(total, self._outputs, self._width).added_to(use, outputs)[0]
+
+    def along(self, use: Use, product: Tensor, outputs: Tensor | None = None) -> Tensor:
+        """⟨product, what a row adds to a parameter⟩, (examples, rows). product (examples, *like the parameter)."""
+        added = self.added_to(use, outputs).flatten(1)
+        return product.reshape(len(product), added.shape[1]) @ added.T
+
+    def squared(self) -> RowGradients:
+        """Each number squared."""
+        return RowGradients(self.data.square(), self._outputs, self._width)
+
+    def square_norms(self) -> Tensor:
+        """‖gradient‖², (rows,)."""
+        return self.data.square().sum(1)
+
+    def to(self, dtype: torch.dtype) -> RowGradients:
+        """The same in another type of numbers."""
+        return RowGradients(self.data.to(dtype), self._outputs, self._width)
+
+    def some(self, which: Tensor | slice) -> RowGradients:
+        """Those of some rows, by their places."""
+        return RowGradients(self.data[which], self._outputs, self._width)
+
+
 Keys = Vectors | Numbers | Maps
 """Keys of some slots."""
+KeysOrGradients = Keys | RowGradients
+"""The same, or the gradients that the slots of rows were summed to."""
 
 
 def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:

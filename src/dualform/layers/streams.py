@@ -102,6 +102,27 @@ class Layer:
         """The uses in which an error signal meets a key."""
         return [use for use in self.uses if use.role in ("weight", "table")]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether it has a bias; several share one gradient, Σ error."""
+        return any(use.role == "bias" for use in self.uses)
+
+    @property
+    def kept_outputs(self) -> int:
+        """How many numbers of an error signal are kept."""
+        return len(self.outputs) or self.d_out
+
+    @property
+    def gradient_width(self) -> int:
+        """How many numbers of Σ error ⊗ key belong to one output."""
+        groups = max(use.groups for use in self.uses)
+        return self.d_in // groups
+
+    @property
+    def gradient_size(self) -> int:
+        """How many numbers a row's gradient has: Σ error ⊗ key, and Σ error if there is a bias."""
+        return self.kept_outputs * (self.gradient_width + self.has_bias)
+
 
 def joined(module: str, layer: str) -> str:
     """The name of one of a module's layers."""

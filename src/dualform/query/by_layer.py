@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
 import polars as pl
 import torch
 
-from dualform.errors import UnknownLayerError
+from dualform.errors import NotRecordedError, UnknownLayerError
 from dualform.query.answer import Answer, Sums
 from dualform.query.conditions import Where
 from dualform.query.contributions import LayerContributions
 from dualform.store.reader import Store
 
 A = TypeVar("A", bound=Answer)
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class ByLayer(Mapping[str, A], Generic[A]):
     """Answers by the name of their layer."""
 
-    def __init__(self, store: Store, answers: dict[str, A]):
+    def __init__(self, store: Store, answers: dict[str, A], missing: Mapping[str, str] = NOTHING):
+        """missing: layers that have no answer, and why."""
         self._store = store
         self._answers = answers
+        self._missing = missing
 
     def __getitem__(self, layer: str) -> A:
+        if layer in self._missing:
+            raise NotRecordedError(self._missing[layer])
         if layer not in self._answers:
             self._store.layer(layer)
             raise UnknownLayerError(f"layer {layer!r} was not called for these inputs.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from dualform.errors import MaskError
+from dualform.errors import MaskError, NotRecordedError
 from dualform.query.sql import parse_condition
 from dualform.store.format import NO_ROW
 
@@ -88,6 +88,8 @@ class Condition:
         return self._by_layer[layer]
 
     def _evaluate_layer(self, layer: str) -> Bools:
+        if "position" in self.columns and self._store.is_summed(layer):
+            raise NotRecordedError(f"{self._name}: {self._store.why_no_positions(layer)}")
         chunks = list(self._store.addresses(layer, end_step=self._end))
         tables = [self._slot_table(chunk) for chunk in chunks]
         table = pl.concat(tables) if tables else pl.DataFrame(schema={"position": pl.Int64})

@@ -138,9 +138,7 @@ def _scores_of_piece(
     product: Tensor,
     rows: Rows | None,
 ) -> Tensor:
-    keys = chunk.keys(dtype, low, high)
-    errors = chunk.errors(dtype, low, high)
-    return scores(use, product, keys, errors, rows)
+    return scores(use, product, *chunk.pairs(dtype, low, high), rows)
 
 
 def _columns(total: Tensor, chunk: SlotChunk, low: int, high: int) -> Tensor:

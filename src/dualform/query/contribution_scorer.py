@@ -107,7 +107,7 @@ class ContributionScorer(Scorer):
     @property
     def numbers_per_query(self) -> int:
         """∂target/∂parameter is held, and where an optimizer is replayed, all scores are."""
-        if self.store.manifest.keep != "slots":
+        if not self.store.manifest.keeps_gradients:
             return self._largest_product
         if self._is_replayed:
             return max(2 * self._largest_product, self.store.slots(self.layer.name))
@@ -125,8 +125,7 @@ class ContributionScorer(Scorer):
             return self._replay.scores(queries)[:, run.first_slot + low : run.first_slot + high]
         if not self._sums_positions_first:
             return self._score_by_position(queries, run, low, high)
-        keys = run.keys(self.dtype, low, high)
-        errors = run.errors(self.dtype, low, high)
+        keys, errors = run.pairs(self.dtype, low, high)
         total = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
         for query_use, slot_use in self.pairs():
             rows = self.rows_of(query_use) if slot_use is query_use else None
@@ -172,7 +171,7 @@ class ContributionScorer(Scorer):
     def _sums_positions_first(self) -> bool:
         """Whether summing ∂target/∂parameter over the query's positions first is cheaper, or needed."""
         layer = self.query_layer
-        if self.is_tied or layer.form != "vectors" or layer.outputs:
+        if self.is_tied or layer.form != "vectors" or layer.outputs or self.store.is_summed(layer.name):
             return True
         positions = self.inputs.shape[1]
         return positions * (layer.d_in + layer.d_out) > 2 * layer.d_in * layer.d_out

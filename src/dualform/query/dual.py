@@ -214,7 +214,11 @@ class Dual:
             queries = {name: found.queries for name, found in captured.layers.items()}
         else:
             queries = self._query_vectors(inputs)
-        return ByLayer(self.store, {name: self._attention(name, given, silent) for name, given in queries.items()})
+        missing = {name: self.store.why_no_positions(name) for name in queries if self.store.is_summed(name)}
+        if missing and len(missing) == len(queries):
+            raise NotRecordedError(next(iter(missing.values())))
+        answers = {name: self._attention(name, given, silent) for name, given in queries.items() if name not in missing}
+        return ByLayer(self.store, answers, missing)
 
     def contributions(
         self,

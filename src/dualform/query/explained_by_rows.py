@@ -14,7 +14,7 @@ from torch import Tensor
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.streams import Layer
 from dualform.query.influence.estimate import loss_mean_of, told_loss_mean
-from dualform.query.influence.kernel import RowGradients
+from dualform.query.influence.kernel import LayerRows
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.segments import Segment, segments
 from dualform.store.collection import Span
@@ -83,7 +83,7 @@ class _Rows:
     segment: Segment
 
     @property
-    def _gradients(self) -> RowGradients:
+    def _gradients(self) -> LayerRows:
         loss_mean = loss_mean_of(self.store, told_loss_mean(self.store))
         problem = Problem(
             store=self.store,
@@ -97,7 +97,7 @@ class _Rows:
             memory=0,
             progress=None,
         )
-        return RowGradients(problem, self.segment, self.layer)
+        return LayerRows(problem, self.segment, self.layer)
 
     @property
     def _linear_map(self) -> LinearMap:

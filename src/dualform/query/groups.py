@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from dualform.errors import QuestionError
+from dualform.errors import NotRecordedError, QuestionError
 from dualform.query.scan import Ints
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
@@ -24,6 +24,8 @@ class Groups:
         """layer: None for the groups of rows, whatever layer their slots are of."""
         self.by = [by] if isinstance(by, str) else list(by)
         _check_columns(store, self.by)
+        if layer is not None and "position" in self.by and store.is_summed(layer):
+            raise NotRecordedError(store.why_no_positions(layer))
         self._store = store
         self._rows = store.rows.filter(pl.col("step") < end)
         self._row_codes: Ints | None = None

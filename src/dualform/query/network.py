@@ -71,7 +71,7 @@ class Network:
         if nearest == step or collection_of(self._store) is not None:
             return weights  # of a collection, until the next checkpoint
         manifest = self._store.manifest
-        if manifest.keep != "slots":
+        if not manifest.keeps_gradients:
             raise NotRecordedError(
                 f"{self._store.location} keeps {manifest.keep} only: the network is known after "
                 f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'

@@ -14,7 +14,7 @@ from dualform.errors import RecordingError
 from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
 from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
-from dualform.record.curvature import OnlineCurvature
+from dualform.record.curvature import EVERY, OnlineCurvature
 from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
@@ -55,7 +55,7 @@ def record(
     keep: str = "slots",
     totals: TotalsRequest | str | None = None,
     totals_bytes: int = 1 << 30,
-    curvature: bool = False,
+    curvature: bool | None = None,
     initial: str = store.INITIAL,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
@@ -77,11 +77,13 @@ def record(
     the rows of such slots.
     dtype: the type that slots are stored in. By default "float32", or "float64" if parameters are: exact up to training's own rounding.
     "float16" takes half the disk space, and so does "bfloat16", which stores what autocast computed without loss.
-    keep: "slots" (everything), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: the store
+    keep: "slots" (everything), "rows" (the gradient of each row where that is smaller than its slots: every answer by row stays exact,
+    single positions are lost), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: the store
     does not grow with the number of steps).
     totals: columns (or tuples of columns) for whose groups totals are kept, in addition to slots. {"sample_id": "keys"} keeps only
     sums of keys, {"label": "deltas"} only parts of the weights. totals_bytes: how much memory they may take.
-    curvature: estimate curvature while recording, in one of every eight steps, so that the first influence question need not do it.
+    curvature: estimate curvature while recording, in one of every eight steps, so that the first influence question need not do it. With
+    keep="rows", that of summed slots is estimated unless this is False: without it, there is no influence by method="whitened".
     initial: what the weights are when recording begins, "pretrained" for example. Contributions call their initial part so.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
@@ -103,7 +105,7 @@ def record(
     network = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     optimizers = optimizer_list(optimizer)
     groupings = requested_groupings(totals, keep)
-    _refuse_contradictions(keep, groupings, has_outputs=bool(outputs), curvature=curvature)
+    _refuse_contradictions(keep, groupings, has_outputs=bool(outputs), curvature=bool(curvature))
     _check_optimizers(optimizers, keep, groupings)
 
     choice = choose(network, optimizers, layers, exclude)
@@ -125,7 +127,8 @@ def record(
         dtype = _default_dtype(choice.recorded)
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     needs_errors = keep != "totals" or has_deltas(groupings)
-    store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors)
+    counts_sums = keep == "rows" and curvature is not False
+    store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors, curvature_every=EVERY if counts_sums else 0)
     rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
     for chosen in choice.recorded:
@@ -140,7 +143,7 @@ def record(
         kept_totals = earlier.totals(groupings)
     weights = snapshot_of(network, steps)
     sums = OnlineTotals(manifest, groupings, totals_bytes, weights, kept_totals) if groupings else None
-    curvatures = OnlineCurvature() if curvature else None
+    curvatures = OnlineCurvature(only_summed=not curvature) if curvature or counts_sums else None
     writer = Writer(files, manifest, store_as.pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
     recording: Recording | None = None
     try:
@@ -171,9 +174,10 @@ def _check_value(name: str, value: str | None, allowed: Sequence[str | None]) ->
 
 
 def _refuse_contradictions(keep: str, groupings: Sequence[Grouping], *, has_outputs: bool, curvature: bool) -> None:
-    if curvature and keep != "slots":
+    if curvature and keep not in ("slots", "rows"):
         raise RecordingError(
-            f'curvature=True needs keep="slots": only influence uses curvature, and it needs slots. You have keep={keep!r}.'
+            f'curvature=True needs keep="slots" or "rows": only influence uses curvature, and it needs slots or their sums. You have '
+            f"keep={keep!r}."
         )
     if has_outputs and has_deltas(groupings):
         raise RecordingError('outputs= keeps only some of the error signals, so totals= can only be of "keys".')
@@ -182,7 +186,7 @@ def _refuse_contradictions(keep: str, groupings: Sequence[Grouping], *, has_outp
 def _check_optimizers(optimizers: Sequence[Optimizer], keep: str, groupings: Sequence[Grouping]) -> None:
     if has_deltas(groupings):
         refuse_not_replayed(optimizers, "totals= of deltas")
-    if keep == "slots":
+    if keep in ("slots", "rows"):
         warn_not_replayed(optimizers, stacklevel=4)
 
 

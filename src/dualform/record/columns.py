@@ -28,6 +28,8 @@ class Batch:
     rows: int
     values: dict[str, ColumnValues]
     columns: tuple[Column, ...]
+    step: int = 0
+    """The number of the step that it will be a part of."""
     uses: int = 0
     """How many forward passes with gradients have begun since."""
     is_used: bool = False

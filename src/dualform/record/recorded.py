@@ -21,8 +21,10 @@ from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.layers.streams import Layer
 from dualform.projection import norm_of_tensor, wide_enough
 from dualform.record.columns import Batch
+from dualform.record.curvature import counted
 from dualform.record.forward_pass import ForwardPass
 from dualform.record.parameters import RecordedParameter, norm_of_rows
+from dualform.record.row_gradients import SlotsOfCall, summed
 from dualform.store.encoding import Encoded, EncodeRequest, encode_numbers
 from dualform.store.memory import Pool
 from dualform.store.records import Block
@@ -44,6 +46,13 @@ class StoreAs:
     pool: Pool
     errors: bool = True
     """Whether error signals are of use; else those that take a second computation are left out."""
+    curvature_every: int = 0
+    """In one step of so many, the curvature of slots that are summed is counted; 0: in none."""
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether the slots of a row are summed where that takes less."""
+        return self.keep == "rows"
 
     @property
     def keeps_errors(self) -> bool:
@@ -203,12 +212,38 @@ class RecordedLayer:
         for use, parameter in self.uses:
             if parameter.tensor.requires_grad:
                 parameter.add(task, use, keys, errors, error_size, key_size)
+        if self._store_as.sums_rows:
+            in_place_of_slots = self._summed(call, slots, keys, errors)
+            if in_place_of_slots is not None:
+                return in_place_of_slots
         to_copy = self._keys_to_copy(call, slots.keys, key_norms, slots.source())
         if self._store_as.keeps_errors and self.layer.outputs:
             to_copy.append((call, "errors", EncodeRequest(errors[:, list(self.layer.outputs)], self._error_name, None)))
         elif self._store_as.keeps_errors:
             to_copy.append((call, "errors", EncodeRequest(errors, self._error_name, error_norms)))
         return to_copy
+
+    def _summed(
+        self, call: Call, slots: CallSlots, keys: Keys, errors: Tensor
+    ) -> list[tuple[Call, str, EncodeRequest]] | None:
+        """Sum the slots of each row, where that takes less to store; None where it does not."""
+        kept = errors[:, list(self.layer.outputs)] if self.layer.outputs else errors
+        given = SlotsOfCall(self.layer, slots.layout.rows, slots.keys, keys, kept, call.silent)
+        sums = summed(given)
+        if sums is None:
+            return None
+        every = self._store_as.curvature_every
+        if every and call.batch.step % every == 0:
+            call.curvature = counted(self.layer, keys, kept, call.silent)
+        call.sums = sums.known
+        call.positions = sums.positions
+        call.silent = sums.silent
+        call.may_repeat = False
+        if sums.errors is None:
+            call.shape = (0, *call.shape[1:]) if call.shape else ()
+            return [(call, "keys", EncodeRequest(sums.keys, f"{self.layer.name}.gradient"))]
+        errors_to_copy = (call, "errors", EncodeRequest(sums.errors, self._error_name))
+        return [*self._keys_to_copy(call, sums.keys), errors_to_copy]
 
     def _keys_to_copy(
         self, call: Call, keys: Tensor, norms: Tensor | None = None, source: Hashable | None = None

@@ -25,6 +25,7 @@ from dualform.record.interrupts import INTERRUPTS
 from dualform.record.late_layers import LateLayers
 from dualform.record.passes import PendingPasses
 from dualform.record.progress import StepProgress
+from dualform.record.row_gradients import columns_of_rows
 from dualform.record.steps import StepBuilder
 from dualform.store.writer import Writer
 
@@ -90,7 +91,10 @@ class Recording:
             return
         self._progress.recover()
         finished = self._finished
+        if self._passes.store_as.sums_rows:
+            columns = columns_of_rows(columns)
         batch = read_batch(self._batches, dict(columns), finished.columns)
+        batch.step = self.finished
         self._batches += 1
         if finished.columns is None:
             if finished.totals is not None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.arrays import Bools
 from dualform.errors import RecordingError
+from dualform.layers.keys import KeysOrGradients
 from dualform.layers.streams import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
@@ -40,13 +42,25 @@ def requested_groupings(totals: TotalsRequest | str | None, keep: str) -> tuple[
         if kind not in KINDS:
             raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {', '.join(map(repr, KINDS))}.")
         names = (columns,) if isinstance(columns, str) else tuple(columns)
-        groupings.append(Grouping(names, "keys" if keep == "keys" else kind))
+        groupings.append(Grouping(names, _possible_kind(columns, kind, keep)))
     return tuple(groupings)
 
 
 def has_deltas(groupings: Sequence[Grouping]) -> bool:
     """Whether totals of any grouping are parts of the weights, and not sums of keys alone."""
     return any(grouping.kind != "keys" for grouping in groupings)
+
+
+def _possible_kind(columns: str | Sequence[str], kind: str, keep: str) -> str:
+    """The kind of totals that can be kept beside what is kept of slots."""
+    if keep == "keys":
+        return "keys"
+    if keep == "rows" and kind == "keys":
+        raise RecordingError(
+            f'totals={{{columns!r}: "keys"}}: keep="rows" keeps the gradients of rows, and no keys to sum. Say "deltas", or '
+            f'keep="slots".'
+        )
+    return "deltas" if keep == "rows" else kind
 
 
 class OnlineTotals:
@@ -157,15 +171,17 @@ class OnlineTotals:
         blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == number]
         if layer.form == "maps":
             return [self._piece([one], layer) for one in blocks if one[1].rows * one[1].positions]
-        return [self._piece(blocks, layer)] if blocks else []
+        of_slots = [one for one in blocks if not one[1].is_gradient]
+        of_rows = [one for one in blocks if one[1].is_gradient]
+        return [self._piece(some, layer) for some in (of_slots, of_rows) if some]
 
     def _piece(self, blocks: list[tuple[int, records.Block]], layer: Layer) -> Piece:
         counts = np.array([b.slots for _, b in blocks])
         dtype = torch.float64 if self._wide else torch.float32
-        errors = [decode(b.errors.data, b.errors.exponents, dtype) for _, b in blocks if b.errors is not None]
+        keys, errors = _keys_and_errors(layer, [b for _, b in blocks], dtype)
         return Piece(
-            records.keys_of_blocks(layer, [b for _, b in blocks], dtype),
-            torch.cat(errors) if errors else None,
+            keys,
+            errors,
             np.repeat([n for n, _ in blocks], counts),
             np.repeat([b.backward for _, b in blocks], counts),
             [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
@@ -206,6 +222,16 @@ class OnlineTotals:
             torch.from_numpy(np.stack(gradients)) if gradients else None,
             rounded=None if self._keeps_slots else _rounded(mine),
         )
+
+
+def _keys_and_errors(
+    layer: Layer, blocks: Sequence[records.Block], dtype: torch.dtype
+) -> tuple[KeysOrGradients, Tensor | None]:
+    if blocks[0].is_gradient:
+        gradients = records.gradients_of_blocks(layer, blocks, dtype)
+        return gradients, torch.ones(len(gradients), 1, dtype=dtype)
+    errors = [decode(b.errors.data, b.errors.exponents, dtype) for b in blocks if b.errors is not None]
+    return records.keys_of_blocks(layer, blocks, dtype), torch.cat(errors) if errors else None
 
 
 def _rounded(updates: Sequence[tuple[int, records.Update, int]]) -> Rounded | None:

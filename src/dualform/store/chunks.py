@@ -11,7 +11,7 @@ import xxhash
 
 from dualform.arrays import Array, Ints
 from dualform.store.encoding import Encoded
-from dualform.store.records import Block, Step
+from dualform.store.records import Block, Step, written_slots
 
 Tensors = dict[str, Sequence[Array]]
 """Tensors by name, each in pieces."""
@@ -112,14 +112,43 @@ def _layer_tensors(step_blocks: Sequence[StepBlock], equal: EqualKeys) -> Tensor
     if not step_blocks:
         return {}
     blocks = [block for _, block in step_blocks]
-    are_maps = bool(blocks[0].shape)
-    tensors = _maps(blocks, equal) if are_maps else _keys(blocks, equal)
+    tensors = _row_gradients(blocks)
     tensors["blocks"] = [_block_table(step_blocks)]
-    errors = [block.errors for block in blocks if block.errors is not None]
-    tensors.update(_vectors("error", errors))
+    if blocks[0].shape:
+        shapes = [block.shape for block in blocks]
+        tensors["shapes"] = [np.array(shapes, np.int64)]
+    of_slots = [block for block in blocks if not block.is_gradient]
+    if of_slots:
+        tensors.update(_slots(of_slots, equal))
     if any(block.silent is not None for block in blocks):
         tensors["silent"] = [_silent(block) for block in blocks]
     return tensors
+
+
+def _slots(blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
+    """Return keys and error signals."""
+    are_maps = bool(blocks[0].shape)
+    tensors = _maps(blocks, equal) if are_maps else _keys(blocks, equal)
+    errors = [block.errors for block in blocks if block.errors is not None]
+    tensors.update(_vectors("error", errors))
+    return tensors
+
+
+def _row_gradients(blocks: Sequence[Block]) -> Tensors:
+    """Return the gradients that rows were summed to, and what is known of all sums; nothing, if no slots were summed."""
+    if all(block.sums is None for block in blocks):
+        return {}
+    gradients = [block.keys for block in blocks if block.is_gradient]
+    sums = [_sums(block) for block in blocks]
+    tensors = _vectors("gradient", gradients)
+    tensors["sums"] = [np.array(sums, np.int64)]
+    return tensors
+
+
+def _sums(block: Block) -> tuple[int, int, int]:
+    """Return how a block's slots were summed: SUM_FIELDS."""
+    positions = block.positions if block.sums is None else block.sums.positions
+    return int(block.is_gradient), positions, written_slots(block)
 
 
 def _block_table(step_blocks: Sequence[StepBlock]) -> Ints:
@@ -142,11 +171,9 @@ def _block_table(step_blocks: Sequence[StepBlock]) -> Ints:
 def _maps(blocks: Sequence[Block], equal: EqualKeys) -> Tensors:
     """Return feature maps, which may differ in size: one after the other, flat."""
     keys = [block.keys for block in blocks]
-    shapes = [block.shape for block in blocks]
     equal.number_as_new(_count(keys))
     tensors = _vectors("key", keys)
     tensors["keys"] = [maps.data.numpy().reshape(-1) for maps in keys]
-    tensors["shapes"] = [np.array(shapes, np.int64)]
     return tensors
 
 

@@ -22,6 +22,7 @@ from dualform.store.format import (
     NO_ROW,
     ROWS,
     STEPS,
+    SUM_FIELDS,
     SUMS,
     TABLES,
     Chunk,
@@ -261,7 +262,8 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
     _require_tensor(file, f"{number}.blocks", "I64", (None, len(BLOCK_FIELDS)))
     if f"{number}.silent" in file:
         _require_tensor(file, f"{number}.silent", "BOOL", (slots,))
-    if manifest.keep != "keys":
+    slots -= _check_gradients(file, manifest, number)
+    if manifest.keep != "keys" and slots:
         width = len(layer.outputs) or layer.d_out
         _require_tensor(file, f"{number}.errors", _stored_type(manifest), (slots, width))
         _check_exponents(file, manifest, f"{number}.error_exponents", slots)
@@ -271,10 +273,28 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
         _check_keys(file, manifest, number, slots, keys)
 
 
+def _check_gradients(file: CheckedFile[Any], manifest: Manifest, number: int) -> int:
+    """Check how slots were summed, and the gradients that rows were summed to; return how many these are."""
+    sums = f"{number}.sums"
+    gradients = f"{number}.gradients"
+    if sums not in file and gradients not in file:
+        return 0
+    if manifest.keep != "rows":
+        raise ValueError(f"it has the gradients of rows, but keeps {manifest.keep!r}")
+    blocks = file.shape(f"{number}.blocks")[0]
+    _require_tensor(file, sums, "I64", (blocks, len(SUM_FIELDS)))
+    if gradients not in file:
+        return 0
+    _require_tensor(file, gradients, _stored_type(manifest), (None, manifest.layers[number].gradient_size))
+    count = file.shape(gradients)[0]
+    _check_exponents(file, manifest, f"{number}.gradient_exponents", count)
+    return count
+
+
 def _check_keys(file: CheckedFile[Any], manifest: Manifest, number: int, slots: int, keys: int) -> None:
     """Check keys that are vectors or feature maps, of which equal ones may be stored once."""
     layer = manifest.layers[number]
-    if f"{number}.key_numbers" in file:
+    if f"{number}.key_numbers" in file and slots:
         _require_tensor(file, f"{number}.key_numbers", "I64", (slots,))
     elif layer.form != "maps" and keys != slots:
         raise ValueError(f"layer {layer.name!r} has {slots} slots and {keys} keys, but does not say whose they are")
@@ -319,6 +339,16 @@ def check_blocks(table: Ints, layer: Layer, slots: int, label: Label) -> None:
     """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that there are not. slots: how many the layer has."""
     if len(table) and not (_are_steps(table, label) and _are_rows(table, slots, label)):
         raise ValueError(f"the blocks of {layer.name!r} name steps or rows that are not in the chunk")
+
+
+def check_sums(table: Ints, blocks: Ints, layer: Layer) -> None:
+    """Raise ValueError if what is known of summed slots (blocks, 3) does not fit the blocks (blocks, 7) of a layer."""
+    is_gradient, positions, written = table.T
+    stored = blocks[:, 5]
+    fits = np.isin(is_gradient, (0, 1)) & (positions >= 0) & (written >= 0) & (written < MOST)
+    fits &= (stored == 1) | (is_gradient == 0)
+    if not fits.all():
+        raise ValueError(f"what is said of the summed slots of {layer.name!r} does not fit its blocks")
 
 
 def _are_steps(table: Ints, label: Label) -> bool:

@@ -21,7 +21,7 @@ from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, St
 from dualform.layers.streams import Count, Layer
 from dualform.store.files import Files, address
 
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
@@ -29,11 +29,14 @@ SUMS = "totals.safetensors"
 TABLES = (ROWS, UPDATES, STEPS)
 CHUNK_FILES = (SLOTS, *TABLES)
 
-KEEPS = ("slots", "keys", "totals")
+KEEPS = ("slots", "rows", "keys", "totals")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 MOST_MANIFEST = 256 << 20
 """The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")
+SUM_FIELDS = ("is_gradient", "positions", "written")
+"""What is known of a block whose slots were summed row by row: whether it holds gradients, how many slots each row had, and how many
+of all slots had an error signal that is not zero."""
 NO_ROW = -1
 """The first_row of a block that serves all rows at once (position ids of shape (1, T)): its slots, `positions` of them, have no row."""
 SHARED = "shared"
@@ -184,6 +187,11 @@ class Manifest:
     settings: dict[str, str] = field(default_factory=dict)
     base: dict[str, str] = field(default_factory=dict)
     """Checksums of the frozen weights that are not stored, by name: those under adapters, and quantised ones."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether every gradient can be put together again from what is kept of its slots."""
+        return self.keep in ("slots", "rows")
 
     @property
     def end_step(self) -> int:

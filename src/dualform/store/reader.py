@@ -162,6 +162,19 @@ class Store(Catalog):
         """Whether a parameter is a bias or an elementwise weight: its gradients are kept themselves."""
         return self.manifest.is_vector(parameter)
 
+    def is_summed(self, name: str) -> bool:
+        """Whether slots of a layer were summed row by row when they were recorded: then single positions are lost."""
+        if self.manifest.keep != "rows":
+            return False
+        return self.cached(("is summed", name), lambda: any(chunk.is_summed for chunk in self.addresses(name)))
+
+    def why_no_positions(self, name: str) -> str:
+        """Why a layer whose rows were summed has no single positions, and what to do."""
+        return (
+            f'layer {name!r} keeps what each row adds up to over its positions (keep="rows" in {self.location}), so single positions, '
+            f'their keys and attention weights are not known. Ask contributions() or influence() by row, or record with keep="slots".'
+        )
+
     def has_equal_keys(self, name: str) -> bool:
         """Whether slots share stored keys; else the key of a slot has the slot's own number."""
         return self.cached(("has equal keys", name), lambda: self._find_equal_keys(name))
@@ -170,6 +183,8 @@ class Store(Catalog):
         number, layer = self.layer(name)
         if layer.form != "vectors":
             return False
+        if self.is_summed(name):
+            return any(chunk.key_numbers is not None for chunk in self.addresses(name))
         if any(chunk.keys[number] != chunk.slots[number] for chunk in self.manifest.chunks):
             return True
         # As many need not be the same: a chunk that was cut (a resumed run) has all its keys, and only some of its slots
@@ -289,10 +304,14 @@ class Store(Catalog):
             return 0, 0
         if f"{number}.key_numbers" in file:
             return slots, self._written[place]["keys"][number]
-        if self.manifest.layers[number].form != "maps":
-            return slots, slots
-        shapes = file[f"{number}.shapes"].numpy()[: len(blocks)]
-        return slots, int((blocks[:, 4] * shapes[:, 0]).sum())
+        if f"{number}.sums" in file:  # the gradients of rows have no keys
+            blocks_of_slots = file[f"{number}.sums"].numpy()[: len(blocks), 0] == 0
+        else:
+            blocks_of_slots = np.ones(len(blocks), np.bool_)
+        per_row = blocks[:, 5]
+        if self.manifest.layers[number].form == "maps":
+            per_row = file[f"{number}.shapes"].numpy()[: len(blocks), 0]
+        return slots, int((blocks[:, 4] * per_row)[blocks_of_slots].sum())
 
     def gradients(self, parameter: str) -> Tensor | None:
         """The kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualform.arrays import Array, Bools
-from dualform.layers.keys import Keys, keys_of
+from dualform.layers.keys import Keys, RowGradients, keys_of
 from dualform.layers.streams import Layer
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import Mark, RowEvidence
@@ -25,6 +26,18 @@ class Rows:
     first_row: int
     count: int
     columns: dict[str, ColumnValues]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """What a block does not tell any more once its slots were summed row by row."""
+
+    is_gradient: bool
+    """Whether a row is now one gradient, in the place of keys; else it is still slots, but fewer."""
+    positions: int
+    """How many slots each row had."""
+    written: int
+    """How many of all slots had an error signal that is not zero."""
 
 
 @dataclass(slots=True)
@@ -49,6 +62,15 @@ class Block:
     silent: Bools | None = None
     """(slots,): which slots wrote nothing, because their error signal is zero (padding, ignored labels). None: no slot is
     silent, or the error signals were never computed."""
+    sums: RowSums | None = None
+    """How its slots were summed row by row; None: they are all there."""
+    curvature: Sequence[tuple[Tensor, Tensor, int]] | None = None
+    """Of each linear map Σ key ⊗ key, Σ error ⊗ error and how many slots, if that was counted before the slots were summed."""
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether each of its rows is one gradient (in `keys`), without an error signal."""
+        return self.sums is not None and self.sums.is_gradient
 
     @property
     def slots(self) -> int:
@@ -58,6 +80,20 @@ class Block:
     def give_back(self, pool: Pool) -> None:
         """The vectors are stored, or no longer needed."""
         pool.give(self.keys, self.errors)
+
+
+def written_slots(block: Block) -> int:
+    """How many slots of a block had an error signal that is not zero, before any were summed."""
+    if block.sums is not None:
+        return block.sums.written
+    silent = 0 if block.silent is None else int(block.silent.sum())
+    return block.rows * block.positions - silent
+
+
+def gradients_of_blocks(layer: Layer, blocks: Sequence[Block], dtype: torch.dtype) -> RowGradients:
+    """Return the row gradients of some blocks of a layer, in a type that can be computed with."""
+    stored = [decode(block.keys.data, block.keys.exponents, dtype) for block in blocks]
+    return RowGradients.of(layer, torch.cat(stored))
 
 
 def keys_of_blocks(layer: Layer, blocks: Sequence[Block], dtype: torch.dtype) -> Keys:

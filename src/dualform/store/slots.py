@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.errors import StoreDamagedError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors
+from dualform.errors import NotRecordedError, StoreDamagedError
+from dualform.layers.keys import Keys, KeysOrGradients, Maps, Numbers, RowGradients, Vectors
 from dualform.layers.streams import Layer
-from dualform.store.consistency import check_blocks
+from dualform.store.consistency import check_blocks, check_sums
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import NO_ROW, Chunk
 from dualform.store.labels import Label
@@ -79,6 +79,82 @@ class SlotChunk:
         return int(self.counts.sum())
 
     @cached_property
+    def sums(self) -> Ints | None:
+        """(blocks, 3): how the slots of each block were summed row by row (SUM_FIELDS); None: all slots are there."""
+        name = f"{self.number}.sums"
+        if name not in self.file:
+            return None
+        whole: Ints = self.file[name].numpy()
+        table = whole[: len(self.blocks)]
+        try:
+            check_sums(table, self.blocks, self.layer)
+            self._check_gradients(whole)
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+        return table
+
+    def _check_gradients(self, sums: Ints) -> None:
+        """Whether there are as many gradients as the blocks say, those that no longer count included."""
+        blocks: Ints = self.file[f"{self.number}.blocks"].numpy()
+        told = int((blocks[:, 4] * blocks[:, 5])[sums[:, 0] == 1].sum())
+        name = f"{self.number}.gradients"
+        found = self.file.shape(name)[0] if name in self.file else 0
+        if told != found:
+            raise ValueError(f"{self.layer.name!r} has {found} gradients of rows, its blocks say {told}")
+
+    @cached_property
+    def is_summed(self) -> bool:
+        """Whether the slots of any row were summed."""
+        return self.sums is not None and bool((self.holds_gradients | (self.sums[:, 1] != self.blocks[:, 5])).any())
+
+    @cached_property
+    def holds_gradients(self) -> Bools:
+        """(blocks,): which blocks hold the gradients of rows, and no keys and error signals."""
+        if self.sums is None:
+            return np.zeros(len(self.blocks), np.bool_)
+        found: Bools = self.sums[:, 0] == 1
+        return found
+
+    @cached_property
+    def written_counts(self) -> Ints:
+        """(blocks,): how many slots of each block wrote something, before any were summed."""
+        if self.sums is not None:
+            of_sums: Ints = self.sums[:, 2]
+            return of_sums
+        if self.silent is None:
+            return self.counts
+        written_before = np.append(0, np.cumsum(~self.silent))
+        found: Ints = written_before[self.starts + self.counts] - written_before[self.starts]
+        return found
+
+    @cached_property
+    def _stored_before(self) -> Ints:
+        """(blocks,): of the slots before each block, how many are stored in the same way as its own: as gradients, or as slots."""
+        of_gradients = np.where(self.holds_gradients, self.counts, 0)
+        of_slots = self.counts - of_gradients
+        before = np.where(self.holds_gradients, np.cumsum(of_gradients), np.cumsum(of_slots)) - self.counts
+        found: Ints = before
+        return found
+
+    def is_gradient(self, low: int, high: int) -> bool:
+        """Whether the slots low to high are the gradients of rows. Stretches that `pieces` gives are either all so, or none."""
+        if self.sums is None or low >= high:
+            return False
+        first, last = np.searchsorted(self.starts, [low, high - 1], side="right") - 1
+        of_blocks = self.holds_gradients[first : last + 1][self.counts[first : last + 1] > 0]
+        if of_blocks.any() and not of_blocks.all():
+            raise AssertionError(f"slots {low} to {high} are stored in two ways")
+        return bool(of_blocks.any())
+
+    def _stored(self, low: int, high: int) -> slice:
+        """Where the slots low to high, stored in one way, lie among those that are."""
+        if self.sums is None or low >= high:
+            return slice(low, high)
+        block = int(np.searchsorted(self.starts, low, side="right")) - 1
+        first = int(self._stored_before[block]) + low - int(self.starts[block])
+        return slice(first, first + high - low)
+
+    @cached_property
     def shared(self) -> Bools | None:
         """(blocks,): which blocks serve all rows at once, so that their slots have no row; None: no block does."""
         found: Bools = self.blocks[:, 3] == NO_ROW
@@ -116,13 +192,18 @@ class SlotChunk:
         positions: Ints = self.place % self.per_slot(self.blocks[:, 5])
         return positions
 
+    @property
+    def slots_with_keys(self) -> int:
+        """How many slots have a key; gradients of rows have none."""
+        return self.slots - int(self.counts[self.holds_gradients].sum())
+
     @cached_property
     def key_numbers(self) -> Ints | None:
-        """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order."""
+        """(slots,): the number of each slot's key among the stored ones; None: each slot has its own, in order. Gradients have none."""
         name = f"{self.number}.key_numbers"
         if name not in self.file:
             return None
-        numbers: Ints = self.file[name][: self.slots].numpy()
+        numbers: Ints = self.file[name][: self.slots_with_keys].numpy()
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.end_key):
             raise self._damaged(f"a slot of {self.layer.name!r} names a key that is not there")
         return numbers
@@ -156,7 +237,12 @@ class SlotChunk:
         maps = 0
         numbers = 0
         rows_and_positions = self.blocks[:, 4:6].tolist()
-        for (each, *size), (rows, positions) in zip(shapes.tolist(), rows_and_positions, strict=True):
+        holds_gradients = self.holds_gradients.tolist()
+        for (each, *size), (rows, positions), is_gradient in zip(
+            shapes.tolist(), rows_and_positions, holds_gradients, strict=True
+        ):
+            if is_gradient:
+                continue
             patches = math.prod(geometry.positions(tuple(size)))
             if each < 0 or min(size) < 0 or each * patches != positions:
                 raise self._damaged(f"the feature maps of {self.layer.name!r} do not have as many patches as slots")
@@ -170,22 +256,39 @@ class SlotChunk:
     def stored_keys(self) -> int:
         """How many keys its own slots have in store, where each has one."""
         if self.layer.form != "maps":
-            return self.slots
+            return self.slots_with_keys
         maps = self.blocks[:, 4] * self.shapes[:, 0]
-        return int(maps.sum())
+        return int(maps[~self.holds_gradients].sum())
 
     def pieces(self, width: int) -> Iterator[tuple[int, int]]:
-        """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through."""
+        """Cut the chunk into stretches of slots that decode to at most PIECE_BYTES; feature maps are not cut through.
+
+        The gradients of rows, which take more numbers than a slot, have stretches of their own.
+        """
         size = _at_a_time(width)
         if self.layer.form != "maps":
-            for low in range(0, self.slots, size):
-                yield low, min(low + size, self.slots)
+            for begin, end, is_gradient in self._stretches():
+                step = min(size, _at_a_time(self.layer.gradient_size)) if is_gradient else size
+                for low in range(begin, end, step):
+                    yield low, min(low + step, end)
             return
         for start, (rows, positions) in zip(self.starts.tolist(), self.blocks[:, 4:6].tolist(), strict=True):
             rows_at_a_time = max(1, size // max(positions, 1))
             for low in range(0, rows, rows_at_a_time):
                 high = min(low + rows_at_a_time, rows)
                 yield start + low * positions, start + high * positions
+
+    def _stretches(self) -> Iterator[tuple[int, int, bool]]:
+        """Cut the chunk where blocks of slots and blocks of gradients meet: (first slot, end, whether these are gradients)."""
+        if self.sums is None:
+            yield 0, self.slots, False
+            return
+        filled = np.flatnonzero(self.counts > 0)
+        changes = np.flatnonzero(np.diff(self.holds_gradients[filled])) + 1
+        for blocks in np.split(filled, changes):
+            if len(blocks):
+                end = int(self.starts[blocks[-1]] + self.counts[blocks[-1]])
+                yield int(self.starts[blocks[0]]), end, bool(self.holds_gradients[blocks[0]])
 
     def some_pieces(self, places: Ints, width: int) -> Iterator[Ints]:
         """Cut some of its slots (vectors, by their places) in the same way."""
@@ -202,16 +305,35 @@ class SlotChunk:
         low = start + (slot - start) // positions * positions
         return low, low + positions
 
+    def pairs(self, dtype: torch.dtype, low: int, high: int) -> tuple[KeysOrGradients, Tensor]:
+        """The keys and error signals of the slots low to high; of the gradients of rows, these and the number 1 for each, (rows, 1)."""
+        if not self.is_gradient(low, high):
+            return self.keys(dtype, low, high), self.errors(dtype, low, high)
+        stored = self._encoded("gradient")
+        here = self._stored(low, high)
+        gradients = decode(stored.data[here], stored.scales(here), dtype)
+        return RowGradients.of(self.layer, gradients), gradients.new_ones(high - low, 1)
+
+    def _refuse_gradients(self, low: int, high: int, what: str) -> None:
+        if self.is_gradient(low, high):
+            raise NotRecordedError(
+                f'layer {self.layer.name!r} keeps the gradients of whole rows (keep="rows"), and no {what} of single slots. Record with '
+                f'keep="slots" to ask for them.'
+            )
+
     def keys(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Keys:
         """The keys of the slots low to high; a mapped view if the stored type is the one asked for."""
         high = self.slots if high is None else high
+        self._refuse_gradients(low, high, "keys")
         if self.layer.form == "maps":
             return self._maps(dtype, low, high)
+        here = self._stored(low, high)
         if self.layer.form == "numbers":
-            return Numbers(self._places[low:high], self.layer.d_in, dtype)
+            return Numbers(self._places[here], self.layer.d_in, dtype)
         if self.key_numbers is not None:
-            return Vectors(self.store.gather(self.number, "key", self.key_numbers[low:high], dtype))
-        return Vectors(self._vectors("key", dtype, low, high))
+            return Vectors(self.store.gather(self.number, "key", self.key_numbers[here], dtype))
+        stored = self._encoded("key")
+        return Vectors(decode(stored.data[here], stored.scales(here), dtype))
 
     @cached_property
     def _places(self) -> Tensor:
@@ -244,7 +366,7 @@ class SlotChunk:
         first_map = (low - start) // positions * each
         count = (high - start) // positions * each - first_map
         # All blocks: how many maps each has, and how many numbers a map has
-        maps = self.blocks[:, 4] * self.shapes[:, 0]
+        maps = np.where(self.holds_gradients, 0, self.blocks[:, 4] * self.shapes[:, 0])
         widths = geometry.channels * self.shapes[:, 1:].prod(1)
         width = int(widths[block])
         begin = int((maps * widths)[:block].sum()) + first_map * width
@@ -259,11 +381,10 @@ class SlotChunk:
 
     def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
         """(slots, d_out), of the slots low to high."""
-        return self._vectors("error", dtype, low, high)
-
-    def _vectors(self, what: str, dtype: torch.dtype, low: int, high: int | None) -> Tensor:
-        here = slice(low, self.slots if high is None else high)
-        stored = self._encoded(what)
+        high = self.slots if high is None else high
+        self._refuse_gradients(low, high, "error signals")
+        here = self._stored(low, high)
+        stored = self._encoded("error")
         return decode(stored.data[here], stored.scales(here), dtype)
 
     def _encoded(self, what: str) -> Encoded:
@@ -271,7 +392,7 @@ class SlotChunk:
 
 
 def stored_vectors(file: TensorFile, number: int, what: str) -> Encoded:
-    """Return a layer's keys or error signals in a file, without exponents if all of them are zero. what: "key" or "error"."""
+    """Return a layer's keys, error signals or row gradients in a file, without exponents if all of them are zero. what: "key", "error" or "gradient"."""
     name = f"{number}.{what}_exponents"
     exponents = file[name] if name in file else None
     is_scaled = exponents is not None and bool(exponents.any())

@@ -11,6 +11,7 @@ import polars as pl
 import torch
 
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.layers.keys import KeysOrGradients
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS as KINDS_OF
 from dualform.recursions import Ints, Walked
@@ -66,9 +67,17 @@ def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ..
 
 
 def _possible_kind(store: Store, kind: str) -> str:
-    """Return the kind of totals that is asked for, or "keys" where nothing else was recorded."""
+    """Return the kind of totals that is asked for, or "keys" or "deltas" where nothing else was recorded."""
     if kind not in KINDS:
         raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, KINDS))}.")
+    summed = [layer.name for layer in store.manifest.layers if store.is_summed(layer.name)]
+    if summed and kind == "keys":
+        raise NotRecordedError(
+            f'kind="keys": layer {summed[0]!r} keeps the gradients of rows (keep="rows"), and no keys to sum. Ask kind="deltas", or '
+            f'record with keep="slots".'
+        )
+    if summed:
+        kind = "deltas"
     if store.manifest.keep == "keys" or kind == "keys":
         return "keys"
     for layer in store.manifest.layers:
@@ -140,16 +149,21 @@ def _pieces(store: Store, layer: str, place: int, numberings: Sequence[Numbering
     steps = chunk.per_slot(chunk.blocks[:, 0])
     backwards = chunk.per_slot(chunk.blocks[:, 1])
     ranges = [(0, chunk.slots)]
-    if chunk.layer.form == "maps":
+    if chunk.layer.form == "maps" or chunk.sums is not None:
         ends = chunk.starts + chunk.counts
         ranges = list(zip(chunk.starts.tolist(), ends.tolist(), strict=True))
     pieces = []
     for low, high in ranges:
         if low == high:
             continue
+        keys: KeysOrGradients
+        if store.manifest.keep == "keys":
+            keys, errors = chunk.keys(dtype, low, high), None
+        else:
+            keys, errors = chunk.pairs(dtype, low, high)
         piece = Piece(
-            keys=chunk.keys(dtype, low, high),
-            errors=None if store.manifest.keep == "keys" else chunk.errors(dtype, low, high),
+            keys=keys,
+            errors=errors,
             steps=steps[low:high],
             backwards=backwards[low:high],
             groups=[codes[low:high] for codes in groups],

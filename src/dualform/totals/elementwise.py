@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats
+from dualform.layers.keys import RowGradients
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.recursions import KINDS, Linear, at_rest, outer
@@ -196,6 +197,8 @@ def _of_step(uses: Uses, step: int) -> Uses:
 
 def _vector_slots(use: Use, piece: Piece) -> Tensor:
     """Return what each slot wrote to a vector, (n, length)."""
+    if isinstance(piece.keys, RowGradients):
+        return piece.keys.added_to(use)
     if use.role == "scale":
         return piece.keys.vectors()
     assert piece.errors is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats
-from dualform.layers.keys import Numbers
+from dualform.layers.keys import KeysOrGradients, Numbers, RowGradients
 from dualform.recursions import KINDS, Walked
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.elementwise import ElementwiseFold
@@ -127,8 +127,7 @@ class Accumulated:
         """Add the keys of slots that wrote something to the sums of their groups, and count them."""
         layer = self._manifest.layers[number]
         is_one_hot = isinstance(slots.keys, Numbers)
-        keys = slots.keys.places if isinstance(slots.keys, Numbers) else slots.keys.vectors()
-        keys = _written_only(slots, keys)
+        keys = _written_only(slots, _key_numbers(slots.keys))
         is_negative = not is_one_hot and bool((keys < 0).any())
         sign = f"negative.{number}"
         self._negative[sign] = self._negative.get(sign, False) or is_negative
@@ -205,6 +204,13 @@ def _subtract_gradients(rest: Tensor, updates: StretchUpdates, coefficients: Flo
         gradients = updates.gradients.double()
         written = torch.tensordot(torch.from_numpy(coefficients), gradients, 1)
         rest -= written.to(rest.dtype)
+
+
+def _key_numbers(keys: KeysOrGradients) -> Tensor:
+    """Return what is summed of keys: vectors, or of one-hot keys their places. Of the gradients of rows, nothing is."""
+    if isinstance(keys, RowGradients):
+        return keys.data[:, :0]
+    return keys.places if isinstance(keys, Numbers) else keys.vectors()
 
 
 def _written_only(slots: Piece, values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Bools, Floats, Ints
-from dualform.layers.keys import Keys, Maps
+from dualform.layers.keys import KeysOrGradients, Maps
 from dualform.layers.streams import Use
 from dualform.recursions import Updates, Walked
 
@@ -19,7 +19,7 @@ from dualform.recursions import Updates, Walked
 class Piece:
     """Some slots of one layer in a stretch: all of one call, or several calls where keys are vectors."""
 
-    keys: Keys
+    keys: KeysOrGradients
     errors: Tensor | None
     """(n, d_out); None if only keys are wanted."""
     steps: Ints

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats, Ints
-from dualform.layers.keys import Maps
+from dualform.layers.keys import Maps, RowGradients
 from dualform.layers.keys import part as columns
 from dualform.layers.streams import Use
 from dualform.totals.stretch import Piece
@@ -57,6 +57,8 @@ def _sum_written(use: Use, piece: Piece, scale: Tensor) -> Tensor:
     """Return Σ over the slots of what a use makes of them, each scaled."""
     assert piece.errors is not None
     keys = piece.keys.to(scale.dtype)
+    if isinstance(keys, RowGradients):
+        return keys.summed(use, scale)
     if use.role == "scale":
         return scale @ keys.vectors()
     errors = columns(piece.errors.to(scale.dtype), use.errors)

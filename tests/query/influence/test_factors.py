@@ -37,7 +37,7 @@ def test_what_is_counted_while_recording_is_what_slots_say(name, tmp_path, monke
     for layer in store.manifest.layers:
         built = built_factors(store, layer, whole, LossMean(store))
         found = recorded_factors(store, layer, whole, built.maps[0].positions)
-        monkeypatch.setattr(factors, "recorded_factors", lambda *_: None)
+        monkeypatch.setattr(factors, "recorded_factors", lambda *_, **__: None)
         expected = built_factors(store, layer, whole, LossMean(store)).maps
         monkeypatch.undo()
         monkeypatch.setattr(curvature, "EVERY", 1)
@@ -81,7 +81,7 @@ def test_without_it_nothing_is_found(trained):
 
 def test_curvature_needs_slots(tmp_path):
     model = network()
-    with pytest.raises(RecordingError, match='curvature=True needs keep="slots"'):
+    with pytest.raises(RecordingError, match='curvature=True needs keep="slots" or "rows"'):
         dualform.record(model, sgd(model), tmp_path / "run", keep="keys", curvature=True)
 
 

@@ -99,7 +99,7 @@ function switches(run, parameters, drop, signal, refresh) {
     !isReport && h("details", { style: { "margin-top": "12px" }, open: Boolean(parameters.get("sql")) }, h("summary", { class: "small" }, "As a condition (SQL over the columns and step)"), h("label", { class: "field", style: { "margin-top": "8px" } }, "Also without rows where", sql)),
     drop && h("p", { class: "small", style: { "margin-top": "12px" } }, h("span", { class: "quiet" }, "Dropped: "), h("code", {}, drop)),
     h("div", { class: "line" }, drop && h("button", { type: "button", onclick: () => go("edit", { input: parameters.get("input") }) }, "Everything back on"), copyLink()),
-    slow.length > 0 && !isReport && run.keep === "slots" && h("div", { style: { "margin-top": "12px" } }, h("p", { class: "small quiet" }, "Edits read slots. With group totals, kept in the run's folder, those by a column take milliseconds."),
+    slow.length > 0 && !isReport && ["slots", "rows"].includes(run.keep) && h("div", { style: { "margin-top": "12px" } }, h("p", { class: "small quiet" }, "Edits read slots. With group totals, kept in the run's folder, those by a column take milliseconds."),
       h("div", { class: "line" }, slow.map((column) => h("button", { type: "button", onclick: async () => { try { await follow(await post("/api/jobs", { kind: "totals", by: [column] }), building, { signal, finished: refresh, lasting: true }); } catch (error) { fill(building, problem(error)); } } }, `Build totals by ${column}`))), building));
 }
 

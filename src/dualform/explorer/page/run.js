@@ -6,7 +6,7 @@ import { loss } from "./charts.js";
 import { colourOf } from "./colours.js";
 
 export const title = "Run";
-const KEEP = { slots: "every slot: keys and error signals", keys: "keys only", totals: "totals only" };
+const KEEP = { slots: "every slot: keys and error signals", rows: "the gradients of rows, where these are smaller than their slots", keys: "keys only", totals: "totals only" };
 
 export async function show(place, { run, signal }) {
   const certificate = h("div", {}), log = h("div", {}, skeleton(240)), rows = h("div", {});

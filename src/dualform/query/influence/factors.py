@@ -12,6 +12,7 @@ from torch import Tensor
 from dualform.curvature.loss_mean import RECORDED_MEAN, LossMean
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import DAMPING, Curvature, Factors, Sums, damped
+from dualform.errors import NotRecordedError
 from dualform.layers.streams import Layer
 from dualform.progress import Progress, report
 from dualform.query.influence.kept import file_name, keep, read_kept
@@ -53,12 +54,17 @@ def factors(
 def built_factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossMean) -> Curvature:
     """Return the curvature as it was counted while recording, or from slots that are spread evenly over the segment."""
     calls: list[RowPiece] = []
+    slots = 0
     for chunk, blocks in blocks_in(store, layer, segment):
         calls.extend(RowPiece.of_block(chunk, block) for block in blocks)
-    positions = _slots_per_row(calls)
+        slots += int(chunk.written_counts[blocks].sum())
+    positions = slots / max(1, _rows_of(calls))
     maps = None
+    is_summed = store.is_summed(layer.name)
     if loss_mean.mean == RECORDED_MEAN:
-        maps = recorded_factors(store, layer, segment, positions)
+        maps = recorded_factors(store, layer, segment, positions, is_all_there_is=is_summed)
+    if maps is None and is_summed:
+        raise NotRecordedError(_why_no_curvature(layer, loss_mean))
     if maps is None:
         maps = [sums.factors(positions) for sums in _sum_slots(store, layer, calls, loss_mean)]
     norms = None
@@ -67,19 +73,28 @@ def built_factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossM
     return Curvature(maps, norms)
 
 
-def _slots_per_row(calls: Sequence[RowPiece]) -> float:
-    """Return how many slots wrote something for each row that some calls have; one that serves all rows counts as one."""
-    slots = 0
+def _why_no_curvature(layer: Layer, loss_mean: LossMean) -> str:
+    if loss_mean.mean != RECORDED_MEAN:
+        return (
+            f'layer {layer.name!r} keeps the gradients of rows (keep="rows"): its curvature was counted while recording, for a loss that is '
+            f'a mean over {RECORDED_MEAN}. Leave loss_mean= out; or ask method="kernel" or "sketch", or record with keep="slots".'
+        )
+    return (
+        f'layer {layer.name!r} keeps the gradients of rows (keep="rows"), and its curvature was not counted while recording, so there is '
+        f'nothing to whiten with. Record with curvature=True, or with keep="slots"; or ask method="kernel" or "sketch".'
+    )
+
+
+def _rows_of(calls: Sequence[RowPiece]) -> int:
+    """Return how many rows some calls have; slots that serve all rows count as one."""
     shared = 0
     rows: dict[int, int] = {}
     for call in calls:
-        written = call.written
-        slots += call.high - call.low if written is None else int(written.sum())
         if call.first_row == NO_ROW:
             shared += 1
         else:
             rows[call.first_row] = call.rows  # a layer that is called twice has the same rows
-    return slots / max(1, shared + sum(rows.values()))
+    return shared + sum(rows.values())
 
 
 def _sum_slots(store: Store, layer: Layer, calls: Sequence[RowPiece], loss_mean: LossMean) -> list[Sums]:
@@ -121,10 +136,18 @@ def _norms(store: Store, layer: Layer, segment: Segment, factors: Factors) -> Te
     return norms
 
 
-def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: float) -> list[Factors] | None:
+def recorded_factors(
+    store: Store,
+    layer: Layer,
+    segment: Segment,
+    positions: float,
+    *,
+    is_all_there_is: bool = False,
+) -> list[Factors] | None:
     """Return the mean over the stretches between snapshots that a segment meets, by how much of them it meets.
 
-    None: nothing was counted in most of it, or stretches are longer than the segment and would tell too little of it.
+    None: nothing was counted in most of it, or stretches are longer than the segment and would tell too little of it. is_all_there_is:
+    then what was counted in any part of it is taken all the same.
     """
     number, _ = store.layer(layer.name)
     slots = f"curvature.{number}.slots"
@@ -137,13 +160,14 @@ def recorded_factors(store: Store, layer: Layer, segment: Segment, positions: fl
         if common_steps <= 0:
             continue
         file = store.snapshot(end)
-        if end - begin > length:
+        if end - begin > length and not is_all_there_is:
             return None
         if slots in file:
             weights.append(common_steps / (end - begin) * float(file[slots]))
             files.append(file)
             counted_steps += common_steps
-    if 2 * counted_steps < length or not sum(weights):
+    is_enough = is_all_there_is or 2 * counted_steps >= length
+    if not is_enough or not sum(weights):
         return None
     shares = [weight / sum(weights) for weight in weights]
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.errors import QuestionError
+from dualform.layers.keys import RowGradients
 from dualform.layers.streams import Layer
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import Question, plain_products
 from dualform.query.influence.rows import slices
 from dualform.query.influence.scores import RowScores
-from dualform.query.influence.segments import Segment, one_slot_a_row, pieces_in
+from dualform.query.influence.segments import DecodedPiece, Segment, one_slot_a_row, pieces_in
 from dualform.query.influence.softmax import softmax_parts
 
 DAMPING = 1.0
@@ -42,7 +43,7 @@ def kernel_scores(problem: Problem) -> RowScores:
     for segment, question, misfit in softmax_parts(problem, "kernel"):
         _check_memory(segment, problem.dtype, problem.memory)
         weights = misfit.weights(segment.first_row, segment.end_row)
-        by_layer = [RowGradients(problem, segment, layer) for layer in problem.layers]
+        by_layer = [LayerRows(problem, segment, layer) for layer in problem.layers]
         scores.append(_solve(by_layer, weights, question, problem.damping or DAMPING))
     return RowScores(problem.segments, [layer.name for layer in problem.layers], scores)
 
@@ -60,7 +61,7 @@ def _check_memory(segment: Segment, dtype: torch.dtype, memory: int) -> None:
 
 
 def _solve(
-    by_layer: Sequence[RowGradients],
+    by_layer: Sequence[LayerRows],
     weights: Tensor,
     question: Question,
     damping: float,
@@ -99,24 +100,25 @@ class MapSlots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowGradients:
+class LayerRows:
     """The rows of a segment in one layer."""
 
     problem: Problem
     segment: Segment
     layer: Layer
 
-    def slots(self, linear_map: LinearMap) -> Iterator[MapSlots]:
-        """Return the slots of all rows, some rows at a time."""
+    def pieces(self) -> Iterator[tuple[DecodedPiece, slice, Tensor]]:
+        """Return the slots of all rows, some rows at a time: with their rows, and by what the loss's mean has divided each of these."""
         problem = self.problem
         for window in self.segment.windows(problem.store, ROWS):
             for slots in pieces_in(problem.store, self.layer, window, problem.dtype):
-                piece = slots.piece
-                keys, errors = slots.sides(linear_map)
-                divisors = piece.loss_divisors(problem.loss_mean, problem.dtype)
-                divisors = divisors.repeat_interleave(piece.positions)
-                rows = piece.places(self.segment.first_row)
-                yield MapSlots(rows, piece.positions, keys, errors * divisors[:, None, None])
+                divisors = slots.piece.loss_divisors(problem.loss_mean, problem.dtype)
+                yield slots, slots.piece.places(self.segment.first_row), divisors
+
+    def slots(self, linear_map: LinearMap) -> Iterator[MapSlots]:
+        """Return the same for layers whose slots are all there."""
+        for slots, rows, divisors in self.pieces():
+            yield _map_slots(linear_map, slots, rows, divisors)
 
     def along(self, question: Question) -> Tensor:
         """Return ⟨the query's gradient, each row's⟩ in this layer, (examples, rows)."""
@@ -124,8 +126,13 @@ class RowGradients:
         found = torch.zeros(self.problem.examples, self.segment.rows, dtype=self.problem.dtype)
         for query in question[self.layer.name]:
             products = plain_products(query)
-            for slots in self.slots(query.linear_map):
-                found[:, slots.rows] += products.of_rows(examples, slots.keys, slots.errors, slots.positions)
+            for slots, rows, divisors in self.pieces():
+                if isinstance(slots.keys, RowGradients):
+                    gradients = query.linear_map.of_gradients(slots.keys)
+                    found[:, rows] += products.of_gradients(examples, *gradients) * divisors
+                    continue
+                own = _map_slots(query.linear_map, slots, rows, divisors)
+                found[:, rows] += products.of_rows(examples, own.keys, own.errors, own.positions)
         return found
 
     def add_gram(self, kernel: Tensor) -> None:
@@ -135,11 +142,10 @@ class RowGradients:
 
     def add_gram_of(self, linear_map: LinearMap, kernel: Tensor) -> None:
         """Add those of one linear map."""
-        slots = self.slots(linear_map)
         if linear_map.is_one_hot:
-            _add_one_hot(slots, linear_map, kernel)
+            _add_one_hot(self.slots(linear_map), linear_map, kernel)
         elif linear_map.groups == 1 and one_slot_a_row(self.problem.store, self.layer, self.segment):
-            _add_outer(slots, linear_map, kernel)
+            _add_outer(self.slots(linear_map), linear_map, kernel)
         else:
             self._add_gradients(linear_map, kernel)
 
@@ -149,13 +155,33 @@ class RowGradients:
         outputs_at_a_time = max(1, GRADIENT_BYTES // (len(kernel) * width * kernel.element_size()))
         for outputs in slices(0, linear_map.outputs, outputs_at_a_time):
             gradients = kernel.new_zeros(len(kernel), width * (outputs.stop - outputs.start))
-            for slots in self.slots(linear_map):
-                shape = (-1, slots.positions)
-                keys = torch.unflatten(linear_map.with_constant(slots.keys), 0, shape)
-                errors = torch.unflatten(slots.errors[..., outputs], 0, shape)
-                of_rows = torch.einsum("rpgo,rpgw->rgow", errors, keys)
-                gradients[slots.rows] += of_rows.flatten(1)
+            for slots, rows, divisors in self.pieces():
+                if isinstance(slots.keys, RowGradients):
+                    of_rows = _gradients(linear_map, slots.keys)[:, :, outputs] * divisors[:, None, None, None]
+                else:
+                    of_rows = _summed_gradients(linear_map, _map_slots(linear_map, slots, rows, divisors), outputs)
+                gradients[rows] += of_rows.flatten(1)
             kernel.addmm_(gradients, gradients.T)
+
+
+def _map_slots(linear_map: LinearMap, slots: DecodedPiece, rows: slice, divisors: Tensor) -> MapSlots:
+    keys, errors = slots.sides(linear_map)
+    by_slot = divisors.repeat_interleave(slots.piece.positions)
+    return MapSlots(rows, slots.piece.positions, keys, errors * by_slot[:, None, None])
+
+
+def _gradients(linear_map: LinearMap, gradients: RowGradients) -> Tensor:
+    """Return the gradients of rows with the constant behind the keys, (rows, groups, outputs, width + 1)."""
+    weights, constants = linear_map.of_gradients(gradients)
+    return torch.cat([weights, linear_map.constant * constants.unsqueeze(-1)], -1)
+
+
+def _summed_gradients(linear_map: LinearMap, slots: MapSlots, outputs: slice) -> Tensor:
+    """Return the same from slots, for some outputs."""
+    shape = (-1, slots.positions)
+    keys = torch.unflatten(linear_map.with_constant(slots.keys), 0, shape)
+    errors = torch.unflatten(slots.errors[..., outputs], 0, shape)
+    return torch.einsum("rpgo,rpgw->rgow", errors, keys)
 
 
 def _add_outer(every: Iterable[MapSlots], linear_map: LinearMap, kernel: Tensor) -> None:

@@ -76,7 +76,7 @@ def mislabelled(
 
 def _output_layer(store: Store, layers: Sequence[str], layer: str | None) -> Layer:
     """Return the layer whose error signals are asked for, if all of them were kept."""
-    if store.manifest.keep != "slots":
+    if not store.manifest.keeps_gradients:
         raise NotRecordedError(
             f"mislabelled() needs the error signals of single slots, but {store.location} keeps "
             f'{store.manifest.keep} only. Record with keep="slots".'
@@ -88,6 +88,11 @@ def _output_layer(store: Store, layers: Sequence[str], layer: str | None) -> Lay
     if not chosen.attends:
         raise NotRecordedError(
             f"mislabelled() needs all error signals of layer {layer!r}, which has no single error signals."
+        )
+    if store.is_summed(chosen.name):
+        raise NotRecordedError(
+            f"mislabelled() needs the error signals of single slots. {store.why_no_positions(chosen.name)[0].upper()}"
+            f"{store.why_no_positions(chosen.name)[1:]}"
         )
     if chosen.outputs:
         raise NotRecordedError(

@@ -171,9 +171,14 @@ class Products:
         rows = n // positions
         errors_by_row = errors.reshape(rows, positions, groups, outputs).permute(0, 2, 3, 1)
         keys_by_row = keys.reshape(rows, positions, groups, width).transpose(1, 2)
-        of_keys = (errors_by_row @ keys_by_row).reshape(rows, -1)
-        of_constant = errors_by_row.sum(3).reshape(rows, -1)
-        matrix_bytes = groups * max(width, 1) * outputs * keys.element_size()
+        return self.of_gradients(examples, errors_by_row @ keys_by_row, errors_by_row.sum(3))
+
+    def of_gradients(self, examples: slice, weights: Tensor, constants: Tensor) -> Tensor:
+        """Return the inner products with gradients of rows: weights (rows, groups, outputs, width), constants (rows, groups, outputs)."""
+        rows, groups, outputs, width = weights.shape
+        of_keys = weights.reshape(rows, -1)
+        of_constant = constants.reshape(rows, -1)
+        matrix_bytes = groups * max(width, 1) * outputs * weights.element_size()
         products = []
         size = max(1, MATRIX_BYTES // matrix_bytes)
         for some in slices(examples.start, examples.stop, size):
@@ -231,6 +236,10 @@ class OneHotProducts:
     ) -> Tensor:
         """Return the same, summed over the positions of each row: (examples, n / positions)."""
         return _sum_positions(self.of_slots(examples, keys, errors), positions)
+
+    def of_gradients(self, examples: slice, weights: Tensor, constants: Tensor) -> Tensor:
+        """One-hot keys are never summed to a matrix."""
+        raise AssertionError("the gradients of rows of one-hot keys")
 
 
 def _sum_by_number(numbers: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualform.curvature.loss_mean import LossMean
-from dualform.layers.keys import Keys
+from dualform.layers.keys import Keys, KeysOrGradients
 from dualform.store.format import NO_ROW
 from dualform.store.slots import PIECE_BYTES, SlotChunk
 
@@ -66,6 +66,10 @@ class RowPiece:
         """Return the slots' error signals, as they are."""
         return self.chunk.errors(dtype, self.low, self.high)
 
+    def pairs(self, dtype: torch.dtype) -> tuple[KeysOrGradients, Tensor]:
+        """Return both, or the gradients of the rows."""
+        return self.chunk.pairs(dtype, self.low, self.high)
+
     def loss_divisors(self, loss_mean: LossMean, dtype: torch.dtype) -> Tensor:
         """Return by what the loss's mean has divided the error signals of each row, (rows,)."""
         first_slots = np.arange(self.low, self.high, self.positions)
@@ -96,6 +100,13 @@ def row_pieces(
         yield from _cut(current, most)
 
 
+def _most_slots(piece: RowPiece, most: int) -> int:
+    """Return how many slots of a piece decode to no more memory: the gradients of rows have more numbers than a slot."""
+    if not piece.chunk.is_gradient(piece.low, piece.high):
+        return most
+    return min(most, slots_at_a_time(piece.chunk.layer.gradient_size))
+
+
 def _block_pieces(chunk: SlotChunk, begin: int, end: int) -> Iterator[RowPiece]:
     """Return the slots of the rows begin to end, block by block."""
     first_rows, rows, positions = chunk.blocks[:, 3:6].T
@@ -108,14 +119,17 @@ def _block_pieces(chunk: SlotChunk, begin: int, end: int) -> Iterator[RowPiece]:
 
 def _is_continued(piece: RowPiece, following: RowPiece) -> bool:
     """Return whether two pieces can be read as one: feature maps are read block by block."""
-    if piece.chunk.layer.form == "maps" or piece.positions != following.positions:
+    chunk = piece.chunk
+    if chunk.layer.form == "maps" or piece.positions != following.positions:
+        return False
+    if chunk.is_gradient(piece.low, piece.high) != chunk.is_gradient(following.low, following.high):
         return False
     return piece.high == following.low and piece.end_row == following.first_row
 
 
 def _cut(piece: RowPiece, most: int) -> Iterator[RowPiece]:
     """Cut a piece into smaller ones with at most `most` slots each; a row stays whole."""
-    rows_at_a_time = max(1, most // piece.positions)
+    rows_at_a_time = max(1, _most_slots(piece, most) // piece.positions)
     for rows in slices(piece.first_row, piece.end_row, rows_at_a_time):
         yield piece.part(rows.start, rows.stop)
 

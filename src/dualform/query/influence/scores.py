@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualform.curvature.loss_mean import LossMean
 from dualform.curvature.maps import LinearMap, linear_maps
+from dualform.layers.keys import RowGradients
 from dualform.layers.streams import Layer
 from dualform.query.influence.segments import Segment, Window, pieces_in
 from dualform.store.reader import Store
@@ -31,6 +32,9 @@ class SlotProducts(Protocol):
         positions: int,
     ) -> Tensor:
         """(examples, n / positions)."""
+
+    def of_gradients(self, examples: slice, weights: Tensor, constants: Tensor) -> Tensor:
+        """Of the gradients of rows, as LinearMap.of_gradients gives them: (examples, rows)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,10 @@ class LinearScores:
             for slots in pieces_in(self.store, layer, window, self.dtype):
                 divisors = slots.piece.loss_divisors(self.loss_mean, self.dtype)
                 for linear_map, products in maps:
-                    found = products.of_rows(queries, *slots.sides(linear_map), slots.piece.positions)
+                    if isinstance(slots.keys, RowGradients):
+                        found = products.of_gradients(queries, *linear_map.of_gradients(slots.keys))
+                    else:
+                        found = products.of_rows(queries, *slots.sides(linear_map), slots.piece.positions)
                     scores[:, slots.here] += found.mul_(divisors)
         return scores
 
@@ -74,9 +81,11 @@ class LinearScores:
     ) -> Tensor:
         """The scores of some queries for the slots low to high of a chunk, all in segment `number`: (queries, slots)."""
         scores = torch.zeros(queries.stop - queries.start, high - low, dtype=self.dtype)
-        keys = chunk.keys(self.dtype, low, high)
-        errors = chunk.errors(self.dtype, low, high)
+        keys, errors = chunk.pairs(self.dtype, low, high)
         for linear_map, products in self._maps(number, chunk.layer):
+            if isinstance(keys, RowGradients):
+                scores += products.of_gradients(queries, *linear_map.of_gradients(keys))
+                continue
             own_keys = linear_map.key_side(keys)
             own_errors = linear_map.error_side(keys, errors)
             scores += products.of_slots(queries, own_keys, own_errors)

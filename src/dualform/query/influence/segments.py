@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dualform.curvature.maps import LinearMap
 from dualform.errors import QuestionError
-from dualform.layers.keys import Keys
+from dualform.layers.keys import KeysOrGradients, RowGradients
 from dualform.layers.streams import Layer
 from dualform.query.influence.rows import RowPiece, row_pieces, slices
 from dualform.store.collection import Span, collection_of, spans_of
@@ -197,11 +197,12 @@ class DecodedPiece(NamedTuple):
     here: slice
     """Which rows of the window."""
     piece: RowPiece
-    keys: Keys
+    keys: KeysOrGradients
     errors: Tensor
 
     def sides(self, linear_map: LinearMap) -> tuple[Tensor, Tensor]:
         """Return keys and error signals as a linear map sees them."""
+        assert not isinstance(self.keys, RowGradients)
         return linear_map.key_side(self.keys), linear_map.error_side(self.keys, self.errors)
 
 
@@ -214,7 +215,7 @@ def pieces_in(
     """Return a layer's slots in a window."""
     for piece in undecoded_pieces(store, layer, window, layer.d_in + layer.d_out):
         here = piece.places(window.begin)
-        yield DecodedPiece(here, piece, piece.keys(dtype), piece.errors(dtype))
+        yield DecodedPiece(here, piece, *piece.pairs(dtype))
 
 
 def undecoded_pieces(
@@ -239,8 +240,10 @@ def blocks_in(store: Store, layer: Layer, segment: Segment) -> Iterator[tuple[Sl
 def one_slot_a_row(store: Store, layer: Layer, segment: Segment) -> bool:
     """Return whether each row of a segment has one slot at most.
 
-    Not so if a module is called twice, if two passes go backward, or if some slots serve all rows.
+    Not so if a module is called twice, if two passes go backward, if some slots serve all rows, or if those of a row were summed.
     """
+    if store.is_summed(layer.name):
+        return False
     for chunk, places in blocks_in(store, layer, segment):
         blocks = chunk.blocks[places]
         by_row = blocks[np.argsort(blocks[:, 3])]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualform.curvature.maps import LinearMap
 from dualform.errors import QuestionError
+from dualform.layers.keys import RowGradients
 from dualform.layers.streams import Layer
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import MapQuery, Question
@@ -54,6 +55,12 @@ class Projections:
         left = projected_errors.reshape(rows, -1, projected_errors.shape[2])
         right = projected_keys.reshape(rows, -1, projected_keys.shape[2])
         return torch.bmm(left.transpose(1, 2), right).reshape(rows, -1)
+
+    def of_gradients(self, weights: Tensor, constants: Tensor) -> Tensor:
+        """Of the gradients of rows, (rows, size); weights (rows, groups, outputs, width), constants (rows, groups, outputs)."""
+        projected: Tensor = torch.einsum("rgow,gwk->rgok", weights, self.keys[:, :-1])
+        projected = projected + self.linear_map.constant * torch.einsum("rgo,gk->rgok", constants, self.keys[:, -1])
+        return torch.einsum("gol,rgok->rlk", self.errors, projected).reshape(len(weights), -1)
 
     def _of_keys(self, keys: Tensor) -> Tensor:
         """(n, groups, k)."""
@@ -94,6 +101,10 @@ class SketchedProducts:
         """(examples, n / positions)."""
         sketches = self._projections.of_rows(keys, errors, positions)
         return self._matrices[examples] @ sketches.T
+
+    def of_gradients(self, examples: slice, weights: Tensor, constants: Tensor) -> Tensor:
+        """(examples, rows)."""
+        return self._matrices[examples] @ self._projections.of_gradients(weights, constants).T
 
 
 def draw_projections(
@@ -203,7 +214,10 @@ class _Sketcher:
             for slots in pieces_in(problem.store, layer, window, problem.dtype):
                 divisors = slots.piece.loss_divisors(problem.loss_mean, problem.dtype)
                 for projections, columns in by_layer[layer.name]:
-                    sides = slots.sides(projections.linear_map)
-                    own = projections.of_rows(*sides, slots.piece.positions)
+                    linear_map = projections.linear_map
+                    if isinstance(slots.keys, RowGradients):
+                        own = projections.of_gradients(*linear_map.of_gradients(slots.keys))
+                    else:
+                        own = projections.of_rows(*slots.sides(linear_map), slots.piece.positions)
                     columns[slots.here] += own * divisors[:, None]
         return sketches
