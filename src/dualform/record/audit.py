@@ -69,37 +69,54 @@ class Verdict:
         """Whether the gradient is larger than its rounding, so that its factor means something."""
         return self.signal > 1
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its last factor was measured from the gradient, up to a known error."""
+        return self.explained and self.determined and math.isfinite(self.signal)
+
 
 @dataclass(slots=True)
 class _Sum:
     """What some passes should have left in .grad, and how far rounding may have moved it."""
 
     expected: Projected
+    roundoff: float
     scale: float = 0.0
     coarse: float = 0.0
     common: float = 0.0
+    """The last three: as Share has them."""
 
-    def plus(self, share: Share) -> _Sum:
+    def plus(self, other: _Sum) -> _Sum:
         return _Sum(
-            expected=self.expected + share.added,
-            scale=self.scale + share.scale,
-            coarse=self.coarse + share.coarse,
-            common=self.common + share.common,
+            expected=self.expected + other.expected,
+            roundoff=self.roundoff,
+            scale=self.scale + other.scale,
+            coarse=self.coarse + other.coarse,
+            common=self.common + other.common,
         )
 
-    def times(self, ratio: float) -> _Sum:
-        if ratio == 0:  # thrown away: gone, even if it was not finite
-            return _Sum(np.zeros_like(self.expected))
-        size = abs(ratio)
-        return _Sum(self.expected * ratio, self.scale * size, self.coarse * size, self.common * size)
+    def times(self, factor: float) -> _Sum:
+        if factor == 0:  # thrown away: gone, even if it was not finite
+            return _Sum(np.zeros_like(self.expected), self.roundoff)
+        size = abs(factor)
+        return _Sum(
+            expected=self.expected * factor,
+            roundoff=self.roundoff,
+            scale=self.scale * size,
+            coarse=self.coarse * size,
+            common=self.common * size,
+        )
 
-    def rounding(self, roundoff: float) -> float:
-        return SLACK * roundoff * self.scale + self.coarse
+    @property
+    def rounding(self) -> float:
+        """How far rounding may have moved it."""
+        return SLACK * self.roundoff * self.scale + self.coarse
 
-    def signal(self, roundoff: float) -> float:
+    @property
+    def signal(self) -> float:
         """Its size relative to its rounding; 0 where nothing can be said."""
-        size = math.sqrt(float(self.expected @ self.expected))
-        rounding = self.rounding(roundoff)
+        size = _norm(self.expected)
+        rounding = self.rounding
         if not math.isfinite(size) or size == 0 or math.isnan(rounding):
             return 0.0
         return size / rounding if rounding > 0 else math.inf
@@ -128,21 +145,27 @@ def coarse_error_of_terms(scale: float, dtype: torch.dtype) -> float:
 
 def unaudited(shares: Sequence[Share]) -> Verdict:
     """For slots without error signals: a pass counts unless its gradient was gone when a later one began."""
-    gone = [n for n, share in enumerate(shares) if share.before is None or not share.before.any()]
-    factors = [float(n >= max(gone, default=0)) for n in range(len(shares))]
+    first = 0
+    for number, share in enumerate(shares):
+        if share.before is None or not share.before.any():
+            first = number
+    factors = [float(number >= first) for number in range(len(shares))]
     return Verdict(factors, math.nan, explained=True, size=math.nan)
 
 
-def explain(shares: Sequence[Share], seen: Projected, roundoff: float, *, last_factor: float | None = None) -> Verdict:
+def explain(
+    shares: Sequence[Share], projected: Projected, roundoff: float, *, last_factor: float | None = None
+) -> Verdict:
     """Find the factor of each backward pass.
 
-    seen: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: by what the gradient, which is not zero, was
-    scaled after the last pass, if that is known from other parameters.
+    projected: the gradient at the step, @ R; roundoff: that of the parameter's type. last_factor: what the gradient, which is not zero, was
+    multiplied by after the last pass, if that is known from other parameters.
     """
     with np.errstate(all="ignore"):  # what has diverged may overflow
-        verdict = _chain(shares, seen, roundoff, last_factor)
-        if not verdict.explained and 1 < len(shares) <= seen.size // 2:
-            free = _least_squares(shares, seen, roundoff)
+        verdict = _chain(shares, projected, roundoff, last_factor)
+        has_enough_equations = 1 < len(shares) <= projected.size // 2
+        if has_enough_equations and not verdict.explained:
+            free = _least_squares(shares, projected, roundoff)
             if free.explained:
                 return free
     return verdict
@@ -166,88 +189,90 @@ def shared_factors(factors: Projected, signals: Projected, better: float | Proje
 
 def share_factors(verdicts: Sequence[Verdict]) -> None:
     """The same for gradients of any number of passes."""
-    some = [one for one in verdicts if one.explained and one.determined and math.isfinite(one.signal)]
-    last = np.array([one.factors[-1] for one in some])
-    better = np.array([1.0 if one.is_vague else BETTER for one in some])
-    shared = shared_factors(last, np.array([one.signal for one in some]), better)
-    for one, before, after in zip(some, last.tolist(), shared.tolist(), strict=True):
+    measured = [verdict for verdict in verdicts if verdict.is_measured]
+    factors = np.array([verdict.factors[-1] for verdict in measured])
+    signals = np.array([verdict.signal for verdict in measured])
+    better = np.array([1.0 if verdict.is_vague else BETTER for verdict in measured])
+    shared = shared_factors(factors, signals, better)
+    for verdict, after in zip(measured, shared.tolist(), strict=True):
+        before = verdict.factors[-1]
         if after != before:
-            one.factors = [factor * after / before for factor in one.factors]
+            verdict.factors = [factor * after / before for factor in verdict.factors]
 
 
 def likely_factors(verdicts: Sequence[Verdict]) -> list[float]:
-    """By what a gradient may have been scaled that does not tell it itself: as other gradients of the update were, the surest first, or not at all.
+    """What a gradient may have been multiplied by that does not tell it itself: what other gradients of the update were, the surest first, or 1.
 
     Clipping by norm may concern some parameters only.
     """
     # A signal below 1 / SLACK is smaller than a single rounding of its terms: its factor is random
-    known = [one for one in verdicts if one.explained and 1 / SLACK < one.signal < math.inf]
-    known.sort(key=lambda one: one.signal, reverse=True)
-    return list(dict.fromkeys([*(one.factors[-1] for one in known), 1.0]))
+    known = [verdict for verdict in verdicts if verdict.explained and 1 / SLACK < verdict.signal < math.inf]
+    known.sort(key=lambda verdict: verdict.signal, reverse=True)
+    factors = [verdict.factors[-1] for verdict in known]
+    return list(dict.fromkeys([*factors, 1.0]))
 
 
-def explain_rounding(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
-    """Explain a gradient as rounding that was scaled, where no gradient of its update tells by what.
+def explain_rounding(shares: Sequence[Share], projected: Projected, roundoff: float) -> Verdict:
+    """Explain a gradient as rounding that was multiplied by something, where no gradient of its update tells by what.
 
-    Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are kept as they were.
+    Its factors are 0: without a factor, nothing is known of what a slot wrote. So this is for gradients that are stored themselves.
     """
-    total = _Sum(np.zeros_like(seen))
+    total = _nothing(projected, roundoff)
     for share in shares:
-        total = total.plus(share)
-    size = math.sqrt(float(seen @ seen))
-    is_rounding = size <= LARGEST_FACTOR * total.rounding(roundoff)
-    return Verdict([0.0] * len(shares), 1.0, is_rounding, total.signal(roundoff), size)
+        total = total.plus(_sum_of(share, roundoff))
+    size = _norm(projected)
+    is_rounding = size <= LARGEST_FACTOR * total.rounding
+    return Verdict([0.0] * len(shares), 1.0, is_rounding, total.signal, size)
 
 
-def _chain(shares: Sequence[Share], seen: Projected, roundoff: float, last_factor: float | None) -> Verdict:
+def _chain(shares: Sequence[Share], projected: Projected, roundoff: float, last_factor: float | None) -> Verdict:
     """One number for each share: .grad is scaled as a whole between backward passes."""
-    total = _Sum(np.zeros_like(seen))
+    total = _nothing(projected, roundoff)
     factors: list[float] = []
     for share in shares:
-        if factors:  # what was in .grad before the first pass nothing explains
-            between = _between(share, total, roundoff)
+        if factors:  # nothing explains what was in .grad before the first pass
+            between = _factor_between(total, share)
             factors = [factor * between for factor in factors]
             total = total.times(between)
         factors.append(1.0)
-        total = total.plus(share)
-    signal = total.signal(roundoff)
-    ratio = _ratio(seen, total, roundoff) if last_factor is None else last_factor
-    factors = [factor * ratio for factor in factors]
-    return _verdict(factors, seen, total.times(ratio), roundoff, signal)
+        total = total.plus(_sum_of(share, roundoff))
+    last = _ratio(projected, total) if last_factor is None else last_factor
+    factors = [factor * last for factor in factors]
+    return _verdict(factors, projected, total.times(last), total.signal)
 
 
-def _least_squares(shares: Sequence[Share], seen: Projected, roundoff: float) -> Verdict:
+def _least_squares(shares: Sequence[Share], projected: Projected, roundoff: float) -> Verdict:
     """A free factor for each backward pass: gradients kept aside and put together again."""
-    nothing = _Sum(np.zeros_like(seen))
+    total = _nothing(projected, roundoff)
     terms = np.stack([share.added for share in shares], axis=1)
-    if not np.isfinite(terms).all() or not np.isfinite(seen).all():
-        return _verdict([0.0] * len(shares), seen, nothing, roundoff, signal=0.0)
+    if not np.isfinite(terms).all() or not np.isfinite(projected).all():
+        return _verdict([0.0] * len(shares), projected, total, signal=0.0)
     # Passes that nearly say the same thing are told apart by their rounding alone: huge factors that cancel would explain anything
-    rounding = math.hypot(*(_Sum(share.added, share.scale, share.coarse).rounding(roundoff) for share in shares))
+    sums = [_sum_of(share, roundoff) for share in shares]
+    rounding = math.hypot(*[of_pass.rounding for of_pass in sums])
     largest = float(np.linalg.norm(terms, 2))
     cutoff = rounding / largest if largest else None
-    factors: list[float] = np.linalg.lstsq(terms, seen, rcond=cutoff)[0].tolist()
-    total = nothing
-    for factor, share in zip(factors, shares, strict=True):
-        scaled = _Sum(share.added, share.scale, share.coarse).times(factor)
-        total = _Sum(total.expected + scaled.expected, total.scale + scaled.scale, total.coarse + scaled.coarse)
-    return _verdict(factors, seen, total, roundoff, signal=math.inf)
+    factors: list[float] = np.linalg.lstsq(terms, projected, rcond=cutoff)[0].tolist()
+    for factor, of_pass in zip(factors, sums, strict=True):
+        total = total.plus(of_pass.times(factor))
+    return _verdict(factors, projected, total, signal=math.inf)
 
 
-def _between(share: Share, total: _Sum, roundoff: float) -> float:
-    """By what the gradient of earlier passes was multiplied before this one."""
+def _factor_between(total: _Sum, share: Share) -> float:
+    """What the gradient of earlier passes was multiplied by before this one."""
     if share.before is None:
         return 0.0
     if not share.before.any():
         # A gradient that was zero from the beginning need not have been thrown away
         return 0.0 if total.expected.any() else 1.0
-    ratio = _ratio(share.before, total, roundoff)
-    # What rounding explains does not tell that a gradient was scaled
-    return 1.0 if abs(ratio - 1) * total.signal(roundoff) <= 1 else ratio
+    ratio = _ratio(share.before, total)
+    # A difference that rounding explains does not tell that a gradient was scaled
+    is_rounding = abs(ratio - 1) * total.signal <= 1
+    return 1.0 if is_rounding else ratio
 
 
-def _ratio(after: Projected, total: _Sum, roundoff: float) -> float:
-    """The number by which what was expected was multiplied."""
+def _ratio(after: Projected, total: _Sum) -> float:
+    """The number that what was expected was multiplied by."""
     expected = total.expected
     square = float(expected @ expected)
     if not math.isfinite(square) or square == 0:
@@ -255,20 +280,34 @@ def _ratio(after: Projected, total: _Sum, roundoff: float) -> float:
     if not float(after @ after):
         return 0.0
     ratio = float(after @ expected) / square
-    uncertainty = 16 * roundoff
+    uncertainty = 16 * total.roundoff
     if total.coarse:
-        # Of a gradient that was rounded to 16 bits the factor is known up to its standard error only
+        # The factor of a gradient that was rounded to 16 bits is known up to its standard error only
         rest = after - ratio * expected
-        uncertainty += SURE * math.sqrt(float((expected * rest) @ (expected * rest))) / square
+        uncertainty += SURE * _norm(expected * rest) / square
         uncertainty += total.common / math.sqrt(square)
     return 1.0 if abs(ratio - 1) <= uncertainty else ratio
 
 
-def _verdict(factors: list[float], seen: Projected, total: _Sum, roundoff: float, signal: float) -> Verdict:
-    size = math.sqrt(float(seen @ seen))
+def _verdict(factors: list[float], projected: Projected, total: _Sum, signal: float) -> Verdict:
+    size = _norm(projected)
     if not math.isfinite(size):  # non-finite gradients are recorded as they are; nothing can be proved about them
         return Verdict(factors, math.nan, explained=True, signal=0.0, size=size)
-    rest = seen - total.expected
-    left = math.sqrt(float(rest @ rest))
-    explained = left <= max(total.rounding(roundoff), SLACK * roundoff * size, UNDERFLOW)
-    return Verdict(factors, left / size if size else 0.0, explained, signal, size, is_vague=total.common > 0)
+    rest = _norm(projected - total.expected)
+    is_explained = rest <= max(total.rounding, SLACK * total.roundoff * size, UNDERFLOW)
+    residual = rest / size if size else 0.0
+    return Verdict(factors, residual, is_explained, signal, size, is_vague=total.common > 0)
+
+
+def _nothing(like: Projected, roundoff: float) -> _Sum:
+    """The sum of no passes."""
+    return _Sum(np.zeros_like(like), roundoff)
+
+
+def _sum_of(share: Share, roundoff: float) -> _Sum:
+    """The sum of a single pass."""
+    return _Sum(share.added, roundoff, share.scale, share.coarse, share.common)
+
+
+def _norm(vector: Projected) -> float:
+    return math.sqrt(float(vector @ vector))
