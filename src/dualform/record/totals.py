@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dualform.arrays import Bools
 from dualform.errors import RecordingError
-from dualform.layers.keys import KeysOrGradients
 from dualform.layers.streams import Layer
+from dualform.record.stretch import Groups, StepBlock, blocks_of, piece_of, updates_of
 from dualform.store import records
-from dualform.store.encoding import decode
 from dualform.store.format import NO_ROW, Column, Grouping, Manifest
 from dualform.store.reader import Store
 from dualform.store.tables import row_types
@@ -23,7 +19,7 @@ from dualform.store.writer import NewTotals
 from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
-from dualform.totals.stretch import Piece, Rounded, StretchUpdates
+from dualform.totals.stretch import Piece, StretchUpdates
 
 TotalsRequest = Sequence[str | Sequence[str]] | Mapping[str | tuple[str, ...], str]
 
@@ -73,23 +69,27 @@ class OnlineTotals:
     def __init__(
         self,
         manifest: Manifest,
-        wanted: Sequence[Grouping],
+        groupings: Sequence[Grouping],
         most_bytes: int,
         beginning: Mapping[str, torch.Tensor],
         kept: Store | None = None,
     ):
-        """beginning: weights and optimizer state when recording began. kept: totals to go on with."""
-        self._wide = manifest.dtype == "float64"
+        """beginning: weights and optimizer state when recording began. kept: a store whose totals are continued."""
+        self._dtype = torch.float64 if manifest.dtype == "float64" else torch.float32
         self._keeps_slots = manifest.keep != "totals"
-        self._deltas = has_deltas(wanted)
-        self._layers: list[Layer] = list(manifest.layers)
-        self._parameters = [p.name for p in manifest.parameters]
-        self._most = most_bytes
-        tensors = None if kept is None else {name: kept.totals()[name] for name in kept.totals()}
-        self._sums = Accumulated(manifest, wanted, tensors, beginning)
-        self._numbering = [
-            Numbering(g.columns, None if kept is None else kept.groups(number)) for number, g in enumerate(wanted)
-        ]
+        self._layers = manifest.layers
+        parameters = manifest.parameters if has_deltas(groupings) else ()
+        self._parameters = [parameter.name for parameter in parameters]
+        self._most_bytes = most_bytes
+        tensors = {}
+        if kept is not None:
+            file = kept.totals()
+            tensors = {name: file[name] for name in file}
+        self._sums = Accumulated(manifest, groupings, tensors, beginning)
+        self._numbering: list[Numbering] = []
+        for number, grouping in enumerate(groupings):
+            known = None if kept is None else kept.groups(number)
+            self._numbering.append(Numbering(grouping.columns, known))
         self.collected: list[records.Step] = []
         """Steps that are yet to be folded, …"""
         self.nbytes = 0
@@ -98,36 +98,31 @@ class OnlineTotals:
         """Steps that are in the sums and were not fetched yet."""
         self._last_folded = -1
         self.is_whole = True
-        self._row_groups: dict[int, list[np.ndarray[Any, Any]]] = {}
+        self._row_groups: dict[int, list[Groups]] = {}
+        """By the first row of a batch: for each grouping, the group of each row, or of each position of each row."""
 
     def check(self, columns: Sequence[Column]) -> None:
-        """Are there all the columns that totals are wanted for?"""
+        """Refuse columns without those that totals are kept for."""
         names = [column.name for column in columns]
-        missing = sorted({name for numbering in self._numbering for name in numbering.columns} - set(names))
+        wanted: set[str] = set()
+        for numbering in self._numbering:
+            wanted.update(numbering.columns)
+        missing = sorted(wanted.difference(names))
         if missing:
             raise RecordingError(
                 f"totals: batch() was given no column {', '.join(map(repr, missing))}; it has {', '.join(names)}."
             )
 
     def add(self, step: records.Step) -> None:
-        """A step is finished. One that was added before is left out."""
+        """Add a finished step. One that was added before is left out."""
         last = self.collected[-1].number if self.collected else self._last_folded
         if step.number <= last:
             return
-        with self._changed():
+        with self._changing():
             for rows in step.rows:
-                if not rows.count:  # the batch after it begins with the same row
-                    continue
-                self._row_groups[rows.first_row] = [self._number(numbering, rows) for numbering in self._numbering]
-        counts = [len(numbering) for numbering in self._numbering]
-        needed = self._sums.nbytes(counts)
-        if needed > self._most:
-            listed = ", ".join(f"{'+'.join(n.columns)} {c:,}" for n, c in zip(self._numbering, counts, strict=True))
-            raise RecordingError(
-                f"totals would take {needed / 1e9:.1f} GB of memory for so many groups ({listed}); the limit is "
-                f'{self._most / 1e9:.1f} GB. Keep key sums only for large columns, e.g. totals={{"sample_id": "keys"}}, or '
-                f"raise totals_bytes=."
-            )
+                if rows.count:  # else the next batch begins with the same row
+                    self._row_groups[rows.first_row] = [_groups(numbering, rows) for numbering in self._numbering]
+        self._refuse_too_many_groups()
         self.nbytes += step.nbytes
         self.collected.append(step)
 
@@ -136,11 +131,8 @@ class OnlineTotals:
         steps = self.collected
         if not steps:
             return
-        with self._changed():
-            slots = {number: self._pieces(steps, number, layer) for number, layer in enumerate(self._layers)}
-            names = self._parameters if self._deltas else []
-            updates = {name: some for name in names if (some := self._updates(steps, name)) is not None}
-            self._sums.fold(slots, updates)
+        with self._changing():
+            self._sums.fold(self._collected_slots(), self._collected_updates())
             self._row_groups.clear()
             self.folded += steps
             self._last_folded = steps[-1].number
@@ -148,8 +140,8 @@ class OnlineTotals:
             self.collected = []
 
     @contextlib.contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Within this, sums or groups are changed: by halves, if it ends with an exception."""
+    def _changing(self) -> Iterator[None]:
+        """Within this, sums or groups change. If it ends with an exception, only some of them have."""
         if not self.is_whole:
             raise RecordingError("totals: an exception came while they were summed up, so they cannot be carried on.")
         self.is_whole = False
@@ -159,100 +151,78 @@ class OnlineTotals:
     def sealed(self, step: int, rows: int, columns: Sequence[Column]) -> NewTotals:
         """Everything folded so far, for the writer."""
         counts = [len(numbering) for numbering in self._numbering]
-        tables = [numbering.table(_flat(columns)) for numbering in self._numbering]
+        # A column per position has one group for each entry
+        types = row_types([Column(column.name, column.type, "row") for column in columns])
+        tables = [numbering.table(types) for numbering in self._numbering]
         return NewTotals(step, rows, self._sums.groupings, self._sums.tensors(counts), tables)
 
-    def _number(self, numbering: Numbering, rows: records.Rows) -> np.ndarray[Any, Any]:
-        shapes = [v.shape for n in numbering.columns if isinstance(v := rows.columns[n], np.ndarray) and v.ndim == 2]
-        return numbering.number(rows.columns, shapes[0] if shapes else (rows.count,))
-
-    def _pieces(self, steps: Sequence[records.Step], number: int, layer: Layer) -> list[Piece]:
-        """A layer's slots: feature maps call by call, vectors all at once."""
-        blocks = [(step.number, block) for step in steps for block in step.blocks if block.layer == number]
-        if layer.form == "maps":
-            return [self._piece([one], layer) for one in blocks if one[1].rows * one[1].positions]
-        of_slots = [one for one in blocks if not one[1].is_gradient]
-        of_rows = [one for one in blocks if one[1].is_gradient]
-        return [self._piece(some, layer) for some in (of_slots, of_rows) if some]
-
-    def _piece(self, blocks: list[tuple[int, records.Block]], layer: Layer) -> Piece:
-        counts = np.array([b.slots for _, b in blocks])
-        dtype = torch.float64 if self._wide else torch.float32
-        keys, errors = _keys_and_errors(layer, [b for _, b in blocks], dtype)
-        return Piece(
-            keys,
-            errors,
-            np.repeat([n for n, _ in blocks], counts),
-            np.repeat([b.backward for _, b in blocks], counts),
-            [np.concatenate([self._of_block(g, b, layer) for _, b in blocks]) for g in range(len(self._numbering))],
-            _written([b for _, b in blocks]),
+    def _refuse_too_many_groups(self) -> None:
+        counts = [len(numbering) for numbering in self._numbering]
+        needed = self._sums.nbytes(counts)
+        if needed <= self._most_bytes:
+            return
+        listed = []
+        for numbering, count in zip(self._numbering, counts, strict=True):
+            listed.append(f"{'+'.join(numbering.columns)} {count:,}")
+        raise RecordingError(
+            f"totals would take {needed / 1e9:.1f} GB of memory for this many groups ({', '.join(listed)}); the limit is "
+            f"{self._most_bytes / 1e9:.1f} GB. Keep only sums of keys for columns with many values, e.g. "
+            f'totals={{"sample_id": "keys"}}, or raise totals_bytes=.'
         )
 
-    def _of_block(self, grouping: int, block: records.Block, layer: Layer) -> np.ndarray[Any, Any]:
+    def _collected_slots(self) -> dict[int, list[Piece]]:
+        """By the layer's number: its slots, feature maps call by call, vectors all at once."""
+        slots = {}
+        for number, layer in enumerate(self._layers):
+            calls = blocks_of(self.collected, number)
+            if layer.form == "maps":
+                parts = [[call] for call in calls if call.slots]
+            else:
+                of_slots = [call for call in calls if not call.block.is_gradient]
+                of_rows = [call for call in calls if call.block.is_gradient]
+                parts = [part for part in (of_slots, of_rows) if part]
+            slots[number] = [self._piece(part, layer) for part in parts]
+        return slots
+
+    def _collected_updates(self) -> dict[str, StretchUpdates]:
+        """By the parameter's name."""
+        updates = {}
+        for number, name in enumerate(self._parameters):
+            of_parameter = updates_of(self.collected, number, keeps_slots=self._keeps_slots)
+            if of_parameter is not None:
+                updates[name] = of_parameter
+        return updates
+
+    def _piece(self, calls: Sequence[StepBlock], layer: Layer) -> Piece:
+        groups = []
+        for grouping in range(len(self._numbering)):
+            of_calls = [self._groups_of_slots(grouping, call.block, layer) for call in calls]
+            groups.append(np.concatenate(of_calls))
+        return piece_of(calls, layer, groups, self._dtype)
+
+    def _groups_of_slots(self, grouping: int, block: records.Block, layer: Layer) -> Groups:
         if not block.rows:
             return np.zeros(0, dtype=np.int64)
+        numbering = self._numbering[grouping]
         if block.first_row == NO_ROW:
-            return np.full(block.positions, self._numbering[grouping].number_without_row(), dtype=np.int64)
-        codes = self._row_groups[block.first_row][grouping]
-        if codes.ndim == 1:
-            return np.repeat(codes, block.positions)
-        if codes.shape[1] != block.positions:
+            return np.full(block.positions, numbering.number_without_row(), dtype=np.int64)
+        groups = self._row_groups[block.first_row][grouping]
+        if groups.ndim == 1:
+            return np.repeat(groups, block.positions)
+        if groups.shape[1] != block.positions:
             raise RecordingError(
-                f"totals by {'+'.join(self._numbering[grouping].columns)}: the column has {codes.shape[1]} positions, layer "
-                f"{layer.name!r} has {block.positions}. Record the layers with these positions only (layers=…)."
+                f"totals by {'+'.join(numbering.columns)}: the column has {groups.shape[1]} positions, layer "
+                f"{layer.name!r} has {block.positions}. Record only layers with these positions (layers=…)."
             )
-        return codes.reshape(-1)
-
-    def _updates(self, steps: Sequence[records.Step], name: str) -> StretchUpdates | None:
-        number = self._parameters.index(name)
-        mine = [(s.number, u, u.parameters.index(number)) for s in steps for u in s.updates if number in u.parameters]
-        if not mine:
-            return None
-        listed, settings = [u.factors[at] for _, u, at in mine], [u.settings[at] for _, u, at in mine]
-        factors = np.zeros((len(mine), max(map(len, listed))))
-        for row, some in enumerate(listed):
-            factors[row, : len(some)] = some
-        gradients = [gradient for _, u, at in mine if (gradient := u.gradients[at]) is not None]
-        always = set[str].intersection(*map(set, settings))  # autocast may come and go
-        return StretchUpdates(
-            mine[0][1].optimizer,
-            np.array([n for n, _, _ in mine], dtype=np.int64),
-            {key: np.array([one[key] for one in settings]) for key in sorted(always)},
-            factors,
-            torch.from_numpy(np.stack(gradients)) if gradients else None,
-            rounded=None if self._keeps_slots else _rounded(mine),
-        )
+        return groups.reshape(-1)
 
 
-def _keys_and_errors(
-    layer: Layer, blocks: Sequence[records.Block], dtype: torch.dtype
-) -> tuple[KeysOrGradients, Tensor | None]:
-    if blocks[0].is_gradient:
-        gradients = records.gradients_of_blocks(layer, blocks, dtype)
-        return gradients, torch.ones(len(gradients), 1, dtype=dtype)
-    errors = [decode(b.errors.data, b.errors.exponents, dtype) for b in blocks if b.errors is not None]
-    return records.keys_of_blocks(layer, blocks, dtype), torch.cat(errors) if errors else None
-
-
-def _rounded(updates: Sequence[tuple[int, records.Update, int]]) -> Rounded | None:
-    """What rounding to 16 bits (autocast) has done to the gradients of a parameter's updates. updates: (step, update, its place there)."""
-    units = np.array([update.settings[at].get("autocast", 0.0) for _, update, at in updates])
-    if not units.any():
-        return None
-    residuals = np.array([update.residuals[at] for _, update, at in updates], dtype=np.float64)
-    sizes = np.array([update.sizes[at] for _, update, at in updates], dtype=np.float64)
-    rests = np.where(units > 0, np.nan_to_num(residuals * sizes), 0.0)
-    return Rounded(units, rests)
-
-
-def _written(blocks: Sequence[records.Block]) -> Bools | None:
-    """(slots,): which slots of some blocks wrote something; None: all of them, as far as is known."""
-    if all(block.silent is None for block in blocks):
-        return None
-    every = [np.ones(b.slots, np.bool_) if b.silent is None else ~b.silent for b in blocks]
-    return np.concatenate(every)
-
-
-def _flat(columns: Sequence[Column]) -> dict[str, Any]:
-    """Types of the columns' entries: a column per position has one group for each entry."""
-    return row_types([Column(c.name, c.type, "row") for c in columns])
+def _groups(numbering: Numbering, rows: records.Rows) -> Groups:
+    """The group of each row, or of each position of each row."""
+    shape: tuple[int, ...] = (rows.count,)
+    for name in numbering.columns:
+        values = rows.columns[name]
+        if isinstance(values, np.ndarray) and values.ndim == 2:
+            shape = values.shape
+            break
+    return numbering.number(rows.columns, shape)
