@@ -14,11 +14,10 @@ from dualform.errors import RecordingError
 from dualform.layers.streams import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
-from dualform.store.format import NO_ROW, Column, Grouping, Manifest
+from dualform.store.format import NO_ROW, TOTAL_KINDS, Column, Grouping, Manifest
 from dualform.store.reader import Store
-from dualform.store.tables import row_types
+from dualform.store.tables import group_types
 from dualform.store.writer import NewTotals
-from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
 from dualform.totals.stretch import Piece, Rounded, StretchUpdates
@@ -37,8 +36,9 @@ def requested_groupings(totals: TotalsRequest | str | None, keep: str) -> tuple[
     kinds = totals.items() if isinstance(totals, Mapping) else [(columns, "both") for columns in totals]
     groupings = []
     for columns, kind in kinds:
-        if kind not in KINDS:
-            raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {', '.join(map(repr, KINDS))}.")
+        if kind not in TOTAL_KINDS:
+            known = ", ".join(map(repr, TOTAL_KINDS))
+            raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {known}.")
         names = (columns,) if isinstance(columns, str) else tuple(columns)
         groupings.append(Grouping(names, "keys" if keep == "keys" else kind))
     return tuple(groupings)
@@ -145,7 +145,8 @@ class OnlineTotals:
     def sealed(self, step: int, rows: int, columns: Sequence[Column]) -> NewTotals:
         """Everything folded so far, for the writer."""
         counts = [len(numbering) for numbering in self._numbering]
-        tables = [numbering.table(_flat(columns)) for numbering in self._numbering]
+        types = group_types(columns)
+        tables = [numbering.table(types) for numbering in self._numbering]
         return NewTotals(step, rows, self._sums.groupings, self._sums.tensors(counts), tables)
 
     def _number(self, numbering: Numbering, rows: records.Rows) -> np.ndarray[Any, Any]:
@@ -225,8 +226,3 @@ def _written(blocks: Sequence[records.Block]) -> Bools | None:
         return None
     every = [np.ones(b.slots, np.bool_) if b.silent is None else ~b.silent for b in blocks]
     return np.concatenate(every)
-
-
-def _flat(columns: Sequence[Column]) -> dict[str, Any]:
-    """Types of the columns' entries: a column per position has one group for each entry."""
-    return row_types([Column(c.name, c.type, "row") for c in columns])

@@ -24,6 +24,7 @@ from dualform.store.format import (
     STEPS,
     SUMS,
     TABLES,
+    TOTAL_KINDS,
     Chunk,
     Manifest,
     Parameter,
@@ -42,7 +43,6 @@ Shape = tuple[int | None, ...]
 FORMS = ("vectors", "numbers", "maps", "parts")
 ROLES = ("weight", "table", "bias", "scale")
 MODES = ("zeros", "reflect", "replicate", "circular")
-TOTAL_KINDS = ("keys", "deltas", "both")
 COLUMN_TYPES = ("Int64", "Float64", "String", "Boolean")
 PER = ("row", "position")
 ITEM_SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
