@@ -12,11 +12,10 @@ from dualform.errors import RecordingError
 from dualform.layers.streams import Layer
 from dualform.record.stretch import Groups, StepBlock, blocks_of, piece_of, updates_of
 from dualform.store import records
-from dualform.store.format import NO_ROW, Column, Grouping, Manifest
+from dualform.store.format import NO_ROW, TOTAL_KINDS, Column, Grouping, Manifest
 from dualform.store.reader import Store
-from dualform.store.tables import row_types
+from dualform.store.tables import group_types
 from dualform.store.writer import NewTotals
-from dualform.totals.build import KINDS
 from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
 from dualform.totals.stretch import Piece, StretchUpdates
@@ -35,8 +34,9 @@ def requested_groupings(totals: TotalsRequest | str | None, keep: str) -> tuple[
     kinds = totals.items() if isinstance(totals, Mapping) else [(columns, "both") for columns in totals]
     groupings = []
     for columns, kind in kinds:
-        if kind not in KINDS:
-            raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {', '.join(map(repr, KINDS))}.")
+        if kind not in TOTAL_KINDS:
+            known = ", ".join(map(repr, TOTAL_KINDS))
+            raise RecordingError(f"totals={{{columns!r}: {kind!r}}}: expected one of {known}.")
         names = (columns,) if isinstance(columns, str) else tuple(columns)
         groupings.append(Grouping(names, _possible_kind(columns, kind, keep)))
     return tuple(groupings)
@@ -151,8 +151,7 @@ class OnlineTotals:
     def sealed(self, step: int, rows: int, columns: Sequence[Column]) -> NewTotals:
         """Everything folded so far, for the writer."""
         counts = [len(numbering) for numbering in self._numbering]
-        # A column per position has one group for each entry
-        types = row_types([Column(column.name, column.type, "row") for column in columns])
+        types = group_types(columns)
         tables = [numbering.table(types) for numbering in self._numbering]
         return NewTotals(step, rows, self._sums.groupings, self._sums.tensors(counts), tables)
 

@@ -27,7 +27,6 @@ from dualform.store.consistency import check_manifest, table_limit
 from dualform.store.files import Files, address
 from dualform.store.format import (
     SUMS,
-    Column,
     File,
     Manifest,
     Totals,
@@ -40,7 +39,7 @@ from dualform.store.format import (
 from dualform.store.labels import LABEL, Label, Labels, require_equal, require_session, totals_about
 from dualform.store.parquet import describe
 from dualform.store.samples import SAMPLES, read_samples
-from dualform.store.tables import row_types
+from dualform.store.tables import group_types
 from dualform.store.tensors import CheckedFile, read_label
 
 OPENINGS = 5
@@ -214,7 +213,7 @@ class Catalog:
         totals = self._totals()
         name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
         table = self._read_table(name, totals.files[groups_name(grouping)], self._check_totals)
-        types = row_types([Column(column.name, column.type, "row") for column in self.manifest.columns])
+        types = group_types(self.manifest.columns)
         if dict(table.schema) != {column: types[column] for column in totals.groupings[grouping].columns}:
             raise StoreDamagedError(
                 f"{address(self.files, name)} is damaged: its columns are not those of the manifest."

@@ -25,6 +25,7 @@ from dualform.store.format import (
     SUM_FIELDS,
     SUMS,
     TABLES,
+    TOTAL_KINDS,
     Chunk,
     Manifest,
     Parameter,
@@ -43,7 +44,6 @@ Shape = tuple[int | None, ...]
 FORMS = ("vectors", "numbers", "maps", "parts")
 ROLES = ("weight", "table", "bias", "scale")
 MODES = ("zeros", "reflect", "replicate", "circular")
-TOTAL_KINDS = ("keys", "deltas", "both")
 COLUMN_TYPES = ("Int64", "Float64", "String", "Boolean")
 PER = ("row", "position")
 ITEM_SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}

@@ -30,6 +30,8 @@ TABLES = (ROWS, UPDATES, STEPS)
 CHUNK_FILES = (SLOTS, *TABLES)
 
 KEEPS = ("slots", "rows", "keys", "totals")
+TOTAL_KINDS = ("keys", "deltas", "both")
+"""What totals keep of each group: the sum of its keys, its part of the weights, or both."""
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 MOST_MANIFEST = 256 << 20
 """The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""

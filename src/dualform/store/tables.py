@@ -57,6 +57,11 @@ def row_types(columns: Sequence[Column]) -> Schema:
     return types
 
 
+def group_types(columns: Sequence[Column]) -> Schema:
+    """Return the types of the columns' entries: a column per position has one group for each entry."""
+    return {column.name: TYPES[column.type] for column in columns}
+
+
 def row_series(rows: Ints) -> pl.Series:
     """Return the numbers of rows; null for NO_ROW."""
     numbers = pl.Series(rows, dtype=pl.Int64)
