@@ -201,7 +201,9 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     computed_in = wide_enough(torch.promote_types(given.dtype, weight.dtype))
     normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
     if by_channel:
-        return [_slots_by_channel(module, error, normal, shift)]
+        # PyTorch rounds the gradient of a weight of 16 bits, and in other layouts each partial sum
+        is_rounded = weight.dtype == error.dtype or not (given.is_contiguous() and error.is_contiguous())
+        return [_slots_by_channel(module, error, normal, shift, is_rounded)]
     parts = error * normal
     axes = weight.dim()
     slots = LayerSlots(
@@ -214,8 +216,13 @@ def _affine_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) ->
     return [slots]
 
 
-def _slots_by_channel(module: nn.Module, error: Tensor, normal: Tensor, shift: Tensor | None) -> LayerSlots:
-    """One slot for each row: the terms of all its positions are summed. error, normal: (rows, channels, …)."""
+def _slots_by_channel(
+    module: nn.Module, error: Tensor, normal: Tensor, shift: Tensor | None, is_rounded: bool
+) -> LayerSlots:
+    """One slot for each row: the terms of all its positions are summed. error, normal: (rows, channels, …).
+
+    is_rounded: whether the training rounds the sums to the type of the error signals; that of the sums says so to the audit.
+    """
     by_position = error.to(normal.dtype).flatten(2) if error.dim() > 2 else error.to(normal.dtype).unsqueeze(2)
     normal_by_position = normal.reshape(by_position.shape)
     error_norms = torch.linalg.vector_norm(by_position, dim=2)
@@ -227,9 +234,10 @@ def _slots_by_channel(module: nn.Module, error: Tensor, normal: Tensor, shift: T
     return LayerSlots(
         "",
         torch.linalg.vecdot(by_position, normal_by_position),
-        by_position.sum(2),
+        by_position.sum(2).to(error.dtype if is_rounded else normal.dtype),
         key_terms=size_of_parts + size_of_shifts,
         error_terms=root_of_positions * norm_of_tensor(error_norms),
+        rounded_inside=is_rounded,
     )
 
 
