@@ -8,7 +8,8 @@ weights of which there is no copy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,8 @@ class Projection:
     """R, (inputs, columns), entries of size 1 or about 1, column after column in memory, for fast products."""
     mixed: Projected
     """r, (rows × columns,): the number that is stored of a weight W is r · (W R)."""
+    copies: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    """R on other devices and in other types: copied once, not at each backward pass."""
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, vector: bool) -> Projection:
@@ -80,7 +83,10 @@ class Projection:
         """R in the type and place of a tensor."""
         if tensor.dtype is self.random.dtype and tensor.device == self.random.device:
             return self.random
-        return self.random.to(tensor.device, tensor.dtype)
+        key = (tensor.device, tensor.dtype)
+        if key not in self.copies:
+            self.copies[key] = self.random.to(tensor.device, tensor.dtype)
+        return self.copies[key]
 
     def fingerprint(self, projected: Projected) -> float:
         """One number that tells what was seen: r · (W R)."""
@@ -98,7 +104,18 @@ def norm_of_tensor(tensor: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(tensor, dtype=wide_enough(tensor.dtype)))
     if SMALL < norm < LARGE:
         return norm
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    wide = tensor if has_float64(tensor.device.type) else tensor.cpu()
+    return float(torch.linalg.vector_norm(wide, dtype=torch.float64))
+
+
+@cache
+def has_float64(device: str) -> bool:
+    """Return whether a type of device computes with 64 bits: MPS does not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

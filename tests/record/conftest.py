@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+import devices
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -13,3 +15,8 @@ def precision(request):
     torch.set_default_dtype(request.param)
     yield request.param
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=devices.names())
+def device(request):
+    return torch.device(request.param)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dualform.layers.autocast import Autocast
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
 from dualform.layers.streams import Layer, Use, joined
+from dualform.projection import has_float64
 
 PARTS = ("q", "k", "v")
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
@@ -224,7 +225,8 @@ def _norms_of_heads(tensor: Tensor, heads: int) -> Tensor:
     """(time, rows, features) → (time, rows, heads)."""
     time, rows, features = tensor.shape
     by_head = tensor.detach().reshape(time, rows, heads, features // heads)
-    norms: Tensor = torch.linalg.vector_norm(by_head, dim=-1, dtype=torch.float64)
+    wide = torch.float64 if has_float64(tensor.device.type) else None
+    norms: Tensor = torch.linalg.vector_norm(by_head, dim=-1, dtype=wide)
     return norms
 
 

@@ -106,7 +106,7 @@ class Numbers:
     def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """Σ error ⊗ key."""
         d_out = errors.shape[1]
-        table = torch.zeros(self._d_in, d_out, dtype=errors.dtype)
+        table = errors.new_zeros(self._d_in, d_out)
         return table.index_add_(0, self.places, errors).T
 
     def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import AxisError
+from dualform.projection import has_float64
 
 Lead = tuple[int, ...]
 """The shape of a layer's input without its features."""
@@ -532,6 +533,8 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
     lead: how many axes of `keys` are leading ones.
     """
     keys = keys.detach()
+    if not has_float64(keys.device.type):
+        keys = keys.cpu()
     flat = keys.flatten(lead) if keys.dim() > lead else keys.unsqueeze(-1)
     if flat.is_floating_point():
         # One infinite feature must not hide which row a vector belongs to

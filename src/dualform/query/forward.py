@@ -344,8 +344,15 @@ def _arguments(inputs: Any) -> Arguments:
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
-    """Return a model's output for a tensor, a tuple of arguments, or a dictionary of them (a BatchEncoding, too)."""
+    """Return a model's output for a tensor, a tuple of arguments, or a dictionary of them (a BatchEncoding, too).
+
+    Tensors on the CPU, where files and tokenizers put them, are moved to the device of the model.
+    """
     positional, named = _arguments(inputs)
+    device = _device_of(model)
+    if device is not None and device.type != "cpu":
+        positional = _moved(positional, device)
+        named = _moved(named, device)
     try:
         return model(*positional, **named)
     except DualformError:
@@ -355,6 +362,23 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
             f"the model's forward pass failed on these inputs: {type(error).__name__}: {error}. Give it inputs as in training, and the "
             f"architecture that was recorded."
         ) from error
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Return where a model's parameters are; None if it has none, or if they are in several places."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return arguments with their tensors of the CPU on another device, those in tuples, lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.device.type == "cpu" else value
+    if type(value) is dict:
+        return {name: _moved(inner, device) for name, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(inner, device) for inner in value)
+    return value
 
 
 def _slopes(target: Tensor, sources: Sequence[SlotSource]) -> list[list[Tensor | None]]:
