@@ -62,6 +62,35 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
+class EmbeddingAdapter(nn.Module):
+    """As PEFT writes it: an embedding with products of low rank beside it, one for each adapter."""
+
+    disable_adapters = merged = False
+
+    def __init__(self, base_layer, ranks, scaling):
+        super().__init__()
+        tokens, width = base_layer.weight.shape
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_embedding_A = nn.ParameterDict({name: torch.zeros(r, tokens) for name, r in ranks.items()})
+        self.lora_embedding_B = nn.ParameterDict({name: torch.zeros(width, r) for name, r in ranks.items()})
+        self.active_adapters, self.scaling = list(ranks), dict.fromkeys(ranks, scaling)
+
+    def get_base_layer(self):
+        return self.base_layer
+
+    def forward(self, x):
+        base, result = self.base_layer, self.base_layer(x)
+        if self.disable_adapters or self.merged:
+            return result
+        for name in self.active_adapters:
+            table, outward = self.lora_embedding_A[name], self.lora_embedding_B[name]
+            inner = nn.functional.embedding(
+                x, table.T, padding_idx=base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq
+            )
+            result = result + inner @ outward.T * self.scaling[name]
+        return result
+
+
 # One strategy for each type of module
 
 
@@ -95,6 +124,14 @@ def embeddings(draw):
         settings["padding_idx"] = draw(st.integers(-count, count - 1))
     numbers = torch.randint(0, count, lead, dtype=draw(st.sampled_from([torch.int64, torch.int32])))
     return Call(nn.Embedding(count, draw(counts), **settings), (numbers,), rows=lead[axis], axes=(axis,))
+
+
+@st.composite
+def embedding_adapters(draw):
+    call = draw(embeddings())
+    ranks = {name: draw(counts) for name in draw(st.sampled_from(["a", "ab"]))}
+    module = EmbeddingAdapter(call.module, ranks, draw(st.sampled_from([1.0, 0.3])))
+    return Call(module, call.args, rows=call.rows, axes=call.axes)
 
 
 @st.composite
@@ -219,6 +256,7 @@ CALLS = {
     nn.Linear: linears(),
     Conv1D: linears(lambda d_in, d_out, bias: Conv1D(d_out, d_in)),
     nn.Embedding: embeddings(),
+    EmbeddingAdapter: embedding_adapters(),
     nn.Conv1d: convolutions(nn.Conv1d, 1),
     nn.Conv2d: convolutions(nn.Conv2d, 2),
     nn.Conv3d: convolutions(nn.Conv3d, 3),
@@ -243,7 +281,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 def test_every_type_in_the_table_is_tested():
-    assert set(CALLS) == {*RULES, Conv1D}
+    assert set(CALLS) == {*RULES, Conv1D, EmbeddingAdapter}
 
 
 # Running a call
@@ -325,7 +363,7 @@ def test_slots_add_up_to_the_gradient(kind, data, seed):
     ran = run(call, reached)
     found, parameters = gradients(call, ran), dict(call.module.named_parameters())
     uncovered = {name for name in parameters if name not in found}
-    assert uncovered <= {"bias_k", "bias_v"}
+    assert uncovered <= {"bias_k", "bias_v", "base_layer.weight"}
     for name, gradient in found.items():
         expected = parameters[name].grad
         expected = torch.zeros_like(gradient) if expected is None else expected

@@ -113,6 +113,20 @@ def test_a_quantised_base_is_recorded_and_asked_about(tmp_path):
     assert dual.contributions(x[:1], target=1)["0.lora_B"].top(2).height == 2
 
 
+def test_a_frozen_layer_that_could_not_be_recorded_is_not_listed(tmp_path):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Doubled(5, 7).requires_grad_(False), nn.Tanh(), nn.Linear(7, 4))
+    train(model, tmp_path / "run")
+    assert dualform.open(tmp_path / "run", model).info()["left_out"] == {}
+    model[0].requires_grad_()
+    with pytest.warns(UserWarning, match="not recorded: '0': its type Doubled has a forward of its own"):
+        train(model, tmp_path / "other")
+
+
 def test_a_frozen_backbone_is_in_the_first_snapshot_alone(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7).requires_grad_(False), nn.Tanh(), nn.Linear(7, 4))

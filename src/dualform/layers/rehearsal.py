@@ -69,9 +69,10 @@ class Calls:
 
     def add(self, layer: str, found: LayerSlots, ordered_by: str) -> None:
         """Note a call of a layer."""
-        lead = found.keys.dim() - 1 if found.lead is None else found.lead
-        shape = tuple(found.keys.shape[:lead])
-        given = Input(shape, found.axis, fingerprints(found.keys, lead), _is_coarse(found.keys), ordered_by)
+        shown = found.keys if found.shown is None else found.shown
+        lead = shown.dim() - 1 if found.lead is None else found.lead
+        shape = tuple(shown.shape[:lead])
+        given = Input(shape, found.axis, fingerprints(shown, lead), _is_coarse(shown), ordered_by)
         self.by_layer.setdefault(layer, []).append(given)
 
 

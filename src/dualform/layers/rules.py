@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dualform.layers import attention, elementwise, recurrent
+from dualform.layers import attention, elementwise, embedding, embedding_adapter, recurrent
 from dualform.layers.autocast import Autocast
 from dualform.layers.keys import Maps
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
@@ -103,36 +103,6 @@ def _conv1d_of_transformers(module: nn.Module, name: str, named: Naming) -> list
     weight = Use(named("weight"), "table")
     uses = (weight, *_bias(module, named))
     return [Layer(name, "linear", int(d_in), int(d_out), uses)]
-
-
-def _embedding(module: nn.Module, name: str, named: Naming) -> list[Layer]:
-    assert isinstance(module, nn.Embedding)
-    uses = (Use(named("weight"), "table"),)
-    return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
-
-
-def _embedding_slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
-    assert isinstance(module, nn.Embedding)
-    numbers = saved[0]
-    error = _error_of_output(errors)
-    if error is not None and module.padding_idx is not None:
-        is_padding = numbers == module.padding_idx
-        error = error.masked_fill(is_padding.unsqueeze(-1), 0)
-    if error is not None and module.scale_grad_by_freq:
-        _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
-        occurrences = counts[inverse]
-        error = error / occurrences.unsqueeze(-1)
-    # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each
-    return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
-
-
-def _why_embedding_is_left_out(module: nn.Module) -> str | None:
-    assert isinstance(module, nn.Embedding)
-    if module.sparse:
-        return "its gradient is sparse (sparse=True): the optimizers that take those are no linear recursion"
-    if module.max_norm is not None:
-        return "max_norm changes its weight during the forward pass, outside the optimizer"
-    return None
 
 
 # Convolutions
@@ -390,7 +360,7 @@ _AFFINE = Rule(_affine, _save_for_affine, _affine_slots)
 _RECURRENT = Rule(_recurrent, replay=_replay_recurrent, begin=_begin_recurrent, why_left_out=recurrent.why_left_out)
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(_linear, _save_input, _input_and_error),
-    nn.Embedding: Rule(_embedding, _save_input, _embedding_slots, why_left_out=_why_embedding_is_left_out),
+    nn.Embedding: Rule(embedding.layers, _save_input, embedding.slots, why_left_out=embedding.why_left_out),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,
@@ -409,6 +379,9 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.RNNCell: _RECURRENT,
 }
 _CONV1D_OF_TRANSFORMERS = Rule(_conv1d_of_transformers, _save_x, _input_and_error)
+_EMBEDDING_ADAPTER = Rule(
+    embedding_adapter.layers, replay=embedding_adapter.replay, why_left_out=embedding_adapter.why_left_out
+)
 _ELEMENTWISE = Rule(elementwise.layers, elementwise.save_input, elementwise.slots)
 RECORDED_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Of parameters."""
@@ -422,12 +395,16 @@ def rule_for(module: nn.Module) -> Rule | None:
     for kind, rule in RULES.items():
         if isinstance(module, kind):
             return rule
+    if embedding_adapter.is_adapter(module):
+        return _EMBEDDING_ADAPTER
     return _ELEMENTWISE if elementwise.is_elementwise(module) else None
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """Modules inside another one that its rule covers: their own forward never runs."""
-    return [module.out_proj] if isinstance(module, nn.MultiheadAttention) else []
+    if isinstance(module, nn.MultiheadAttention):
+        return [module.out_proj]
+    return embedding_adapter.parts(module) if embedding_adapter.is_adapter(module) else []
 
 
 def why_left_out(module: nn.Module) -> str | None:
@@ -446,6 +423,9 @@ def why_left_out(module: nn.Module) -> str | None:
 
 
 def _why_weights_are_left_out(module: nn.Module) -> str | None:
+    if embedding_adapter.is_adapter(module):
+        tables = [table for inner in parts_of(module) for table in inner.parameters()]
+        return _why_types_are_left_out(tables)
     if parametrize.is_parametrized(module):
         return "its weight is parametrised: the trained parameter is another one"
     parameters = list(module.parameters(recurse=False))
@@ -453,6 +433,10 @@ def _why_weights_are_left_out(module: nn.Module) -> str | None:
         return "its weight is not initialised yet (a lazy layer): run the model once before record()"
     if _has_computed_weight(module):
         return "its weight is no parameter (old-style weight normalisation)"
+    return _why_types_are_left_out(parameters)
+
+
+def _why_types_are_left_out(parameters: Sequence[nn.Parameter]) -> str | None:
     for parameter in parameters:
         if parameter.dtype not in RECORDED_TYPES:
             known = ", ".join(map(_name_of_type, RECORDED_TYPES))

@@ -28,6 +28,8 @@ class LayerSlots:
     """The leading axis that holds the rows, if the module says so itself."""
     lead: int | None = None
     """How many leading axes there are, if not all but the last."""
+    shown: Tensor | None = None
+    """(*lead, …): what shows where the rows are, if keys may not: each key is computed from this at its place."""
     key_terms: float = 0.0
     """If each key is itself a sum, which may cancel: a bound on the norm of the sums of absolute terms. The audit allows for as much rounding
     as terms of this size have (see record/audit.py). 0: the norm of the keys is that bound."""

@@ -88,7 +88,7 @@ def choose(
         reason = excluded[name] if name in excluded else why_left_out(module)
         if reason is None:
             choice.add(_described(name, module, parameter_names), optimized)
-        else:
+        elif name in excluded or _is_trained(module):  # what is frozen was not forgotten
             choice.left_out[name] = reason
 
     # A module that is left out here may in turn share parameters with others
@@ -112,6 +112,10 @@ def parameter_ids(modules: Iterable[ChosenModule]) -> set[int]:
     for chosen in modules:
         ids |= chosen.parameter_ids
     return ids
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:

@@ -1,0 +1,51 @@
+"""Embeddings: the key of a slot is the number of a token, as a one-hot vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dualform.layers.slot_source import Errors, LayerSlots, Naming
+from dualform.layers.streams import Layer, Use
+
+
+def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
+    """Its only linear map."""
+    assert isinstance(module, nn.Embedding)
+    uses = (Use(named("weight"), "table"),)
+    return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
+
+
+def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
+    """One slot for each token."""
+    assert isinstance(module, nn.Embedding)
+    numbers = saved[0]
+    error = None if errors is None else errors[0]
+    if error is not None:
+        error = written(module, numbers, error)
+    # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each
+    return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
+
+
+def written(module: nn.Embedding, numbers: Tensor, error: Tensor) -> Tensor:
+    """The part of the gradient of an embedding's output (…, d) that reaches its table."""
+    if module.padding_idx is not None:
+        is_padding = numbers == module.padding_idx
+        error = error.masked_fill(is_padding.unsqueeze(-1), 0)
+    if module.scale_grad_by_freq:
+        _, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+        occurrences = counts[inverse]
+        error = error / occurrences.unsqueeze(-1)
+    return error
+
+
+def why_left_out(module: nn.Module) -> str | None:
+    """Why it cannot be recorded, or None."""
+    assert isinstance(module, nn.Embedding)
+    if module.sparse:
+        return "its gradient is sparse (sparse=True): the optimizers that take those are no linear recursion"
+    if module.max_norm is not None:
+        return "max_norm changes its weight during the forward pass, outside the optimizer"
+    return None
