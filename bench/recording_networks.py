@@ -1,6 +1,6 @@
 """Cost of recording where people train: a small GPT with AdamW, and a small CNN with BatchNorm, recorded / bare.
 
-    python bench/recording_networks.py [--steps 60] [--rounds 5] [--kinds float16,float32]
+    python bench/recording_networks.py [--steps 60] [--rounds 5] [--kinds float16,float32,rows-float16,rows-float32]
 
 Bare and recorded trainings take turns within one run, since the machine's speed changes from one second to the next. What counts is the median
 of the ratios of neighbouring turns, by the processor's time of all threads: the writer's is part of it, waiting for others is not.
@@ -84,13 +84,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
 
 
 def seconds_of(name: str, kind: str, steps: int, folder: Path) -> float:
-    """The processor's time of a training, bare or recorded, until everything is on the disk."""
+    """The processor's time of a training, bare or recorded, until everything is on the disk. kind: bare, or [keep-]dtype."""
     make, draw = NETWORKS[name]
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     began = time.process_time()
-    recorder = None if kind == "bare" else dualform.record(model, optimizer, folder, dtype=kind)
+    recorder = None
+    if kind != "bare":
+        *keep, dtype = kind.split("-")
+        recorder = dualform.record(model, optimizer, folder, dtype=dtype, keep=keep[0] if keep else "slots")
     for _ in range(steps):
         x, y = draw()
         if recorder is not None:
@@ -107,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kinds", default="float16,float32")
+    parser.add_argument("--kinds", default="float16,float32,rows-float16,rows-float32")
     given = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     for name in NETWORKS:

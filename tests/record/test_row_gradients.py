@@ -12,7 +12,6 @@ import dualform
 from dualform.errors import BatchError, NotRecordedError, RecordingError
 from dualform.layers.keys import RowGradients, keys_of
 from dualform.layers.streams import Geometry, Layer, Use
-from dualform.record import row_gradients
 from dualform.record.row_gradients import SlotsOfCall, columns_of_rows, summed
 from training import network, train
 
@@ -68,8 +67,7 @@ def test_a_row_is_the_sum_of_its_outer_products(rows, positions, d_in, d_out, bi
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("maps_a_row", [1, 3])
-def test_a_row_of_feature_maps_is_the_gradient_of_a_convolution(groups, maps_a_row, monkeypatch):
-    monkeypatch.setattr(row_gradients, "PATCH_NUMBERS", 100)  # row by row
+def test_a_row_of_feature_maps_is_the_gradient_of_a_convolution(groups, maps_a_row):
     layer = convolution(4, 6, groups)
     rows = 3
     maps = drawn(rows * maps_a_row, 4, 5, 7)

@@ -176,21 +176,40 @@ class Maps:
         by_map = errors.reshape(len(self.maps), math.prod(positions), d_out).transpose(1, 2)
         error_maps = by_map.reshape(len(self.maps), d_out, *positions)
         weight = errors.new_empty(d_out, geometry.channels // groups, *geometry.kernel)
+        return self._weight_gradient(self.maps, error_maps, weight, groups).flatten(1)
+
+    def _weight_gradient(self, maps: Tensor, error_maps: Tensor, weight: Tensor, groups: int) -> Tensor:
+        """The gradient of a convolution's weight, shaped like it."""
         no_padding = [0] * len(self.size)
         gradients: Sequence[Tensor] = torch.ops.aten.convolution_backward(
             error_maps.contiguous(),
-            self.maps,
+            maps,
             weight,
             None,
-            geometry.stride,
+            self.geometry.stride,
             no_padding,
-            geometry.dilation,
+            self.geometry.dilation,
             False,  # not transposed
             no_padding,
             groups,
             [False, True, False],  # of input, weight and bias, only the weight's gradient
         )
-        return gradients[1].flatten(1)
+        return gradients[1]
+
+    def outer_by_row(self, errors: Tensor, groups: int) -> Tensor:
+        """Σ error ⊗ key over the slots of each row, (rows, d_out × d_in / groups). errors (rows, positions, d_out).
+
+        The maps of all rows are taken for the channels of one: each row is then a group of a convolution, which needs no patches.
+        """
+        geometry = self.geometry
+        rows, _, d_out = errors.shape
+        maps_a_row = len(self.maps) // rows
+        own_maps = torch.unflatten(self.maps, 0, (rows, maps_a_row))
+        own_errors = torch.unflatten(errors, 1, (maps_a_row, *geometry.positions(self.size)))
+        stacked_maps = own_maps.transpose(0, 1).flatten(1, 2)
+        stacked_errors = own_errors.movedim(-1, 2).transpose(0, 1).flatten(1, 2)
+        weight = errors.new_empty(rows * d_out, geometry.channels // groups, *geometry.kernel)
+        return self._weight_gradient(stacked_maps, stacked_errors, weight, rows * groups).reshape(rows, -1)
 
     def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
         """query · key."""
@@ -221,10 +240,6 @@ class Maps:
     def to(self, dtype: torch.dtype) -> Maps:
         """The same keys in another type of numbers."""
         return self._with(self.maps.to(dtype))
-
-    def some(self, which: slice) -> Maps:
-        """Those of some maps."""
-        return self._with(self.maps[which])
 
     def _with(self, maps: Tensor) -> Maps:
         """Patches of other maps that have their border already."""

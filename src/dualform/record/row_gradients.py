@@ -22,9 +22,6 @@ from dualform.layers.keys import Keys, Maps, Vectors
 from dualform.layers.streams import Layer
 from dualform.store.records import RowSums
 
-PATCH_NUMBERS = 4 << 20
-"""How many numbers the patches of feature maps may take at a time."""
-
 
 @dataclass(frozen=True)
 class CallSums:
@@ -165,7 +162,8 @@ def gradients_of_rows(slots: SlotsOfCall) -> Tensor:
     """Σ error ⊗ key of each row, and Σ error behind it where there is a bias, (rows, size)."""
     errors = slots.errors_by_row
     if isinstance(slots.keys, Maps):
-        weights = _gradients_of_patches(slots.layer, slots.keys, errors)
+        groups = slots.layer.d_in // slots.layer.gradient_width
+        weights = slots.keys.outer_by_row(errors, groups)
     else:
         assert isinstance(slots.keys, Vectors)
         keys = torch.unflatten(slots.keys.data, 0, errors.shape[:2])
@@ -174,24 +172,6 @@ def gradients_of_rows(slots: SlotsOfCall) -> Tensor:
         return weights.flatten(1)
     biases = errors.sum(1)
     return torch.cat([weights.flatten(1), biases], 1)
-
-
-def _gradients_of_patches(layer: Layer, maps: Maps, errors: Tensor) -> Tensor:
-    """Patches take many times the memory of the maps that they are cut from: some rows at a time."""
-    rows, positions, outputs = errors.shape
-    width = layer.gradient_width
-    groups = layer.d_in // width
-    maps_a_row = len(maps.maps) // rows
-    rows_at_a_time = max(1, PATCH_NUMBERS // (positions * layer.d_in))
-    found = []
-    for low in range(0, rows, rows_at_a_time):
-        own_errors = errors[low : low + rows_at_a_time]
-        count = len(own_errors)
-        own_maps = maps.some(slice(low * maps_a_row, (low + count) * maps_a_row))
-        patches = own_maps.vectors().reshape(count, positions, groups, width)
-        by_group = own_errors.reshape(count, positions, groups, outputs // groups)
-        found.append(torch.einsum("rpgo,rpgw->rgow", by_group, patches))
-    return torch.cat(found)
 
 
 # Columns
