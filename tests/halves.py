@@ -30,3 +30,9 @@ def require(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     if dtype in (torch.float16, torch.bfloat16) and not can_multiply(name):
         pytest.skip(f"this processor cannot multiply {name}")
+
+
+def scale_gradients(accelerator, **settings):
+    """Let Accelerate train in float16 as it does on a GPU; on a CPU it leaves out autocast and scaler. settings: of the scaler."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", **settings)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualform
 from dualform.errors import RecordingError
 from dualform.integrations.accelerate import record
-from halves import require
+from halves import require, scale_gradients
 
 DATA = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
 
@@ -77,6 +77,20 @@ def test_a_loop_is_recorded(tmp_path, settings):
     assert dual.verify().passed
     assert dual.end_step == 6 // settings.get("gradient_accumulation_steps", 1)
     assert sorted(dual.rows["sample_id"]) == list(range(24))
+
+
+def test_float16_with_a_gradient_scaler(tmp_path):
+    """The first scales overflow: these steps are none."""
+    require(torch.float16)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    scale_gradients(accelerator, init_scale=2.0**40, backoff_factor=2.0**-12, growth_interval=3)
+    model, optimizer, loader = prepared(accelerator)
+    with record(accelerator, model, optimizer, tmp_path / "run") as recorder:
+        train(accelerator, model, optimizer, loader, recorder)
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.verify().passed
+    assert 0 < dual.end_step < 6
+    assert dual.rows.height == 4 * dual.end_step
 
 
 def test_resumed_from_a_checkpoint(tmp_path):

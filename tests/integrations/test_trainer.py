@@ -17,7 +17,7 @@ import dualform
 from dualform.errors import RecordingError
 from dualform.integrations.transformers import record
 from dualform.store.samples import SAMPLES
-from halves import require
+from halves import require, scale_gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
@@ -119,6 +119,23 @@ def test_bfloat16(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("clip", [0.0, 0.1], ids=["without clipping", "clipped"])
+def test_float16_with_a_gradient_scaler(tmp_path, clip):
+    """The first scales overflow: these steps are none, and the Trainer counts them."""
+    require(torch.float16)
+    trainer = make_trainer(tmp_path, fp16=True, max_grad_norm=clip)
+    scale_gradients(trainer.accelerator, init_scale=2.0**40, backoff_factor=2.0**-12, growth_interval=3)
+    autocast = []
+    trainer.model.lm_head.register_forward_hook(lambda module, args, output: autocast.append(output.dtype))
+    record(trainer, tmp_path / "run").train()
+    assert torch.float16 in autocast
+    dual = assert_proved(tmp_path / "run", trainer.model)
+    skipped = trainer.state.global_step - dual.end_step
+    assert skipped > 0
+    assert dual.end_step > 3
+    assert dual.log["global_step"].to_list()[-1] == trainer.state.global_step
+
+
 def test_compiled(tmp_path):
     trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
     record(trainer, tmp_path / "run").train()
