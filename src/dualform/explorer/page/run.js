@@ -12,7 +12,7 @@ export async function show(place, { run, signal }) {
   const certificate = h("div", {}), log = h("div", {}, skeleton(240)), rows = h("div", {});
   fill(place, h("div", { class: "stack" },
     h("div", {}, h("h1", {}, run.title), h("p", { class: "quiet" }, `${run.collected ? "Collected" : "Recorded"} with dualform ${run.version}; stored in ${run.dtype}; keeps ${KEEP[run.keep] ?? run.keep}.`),
-      run.collected && h("p", { class: "note" }, `This run was ${run.collected}: attention and influence can be asked, which is an estimate; what training wrote into the weights is not known.`)),
+      run.collected && h("p", { class: "note" }, `This run was ${run.collected}: attention can be asked, and influence, which is an estimate; what training wrote into the weights is not known.`)),
     h("div", { class: "tiles" },
       tile(whole(run.steps), run.collected ? "batches" : "steps of training"), tile(whole(run.rows), `rows, a sample in a ${run.collected ? "batch" : "step"} each`),
       tile(whole(Math.max(0, ...run.layers.map((layer) => layer.slots))), "slots in the largest layer"),
