@@ -187,8 +187,7 @@ def test_every_optimizer_is_what_its_recursion_says(kind, shape, data):
         if data.draw(st.booleans()):
             gradient[0] = 0  # which may be all that these elements ever get
         parameter.grad = gradient.clone()
-        common, (own,) = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})], [parameter])
-        numbers = {**common, **own}
+        [numbers] = replay.read(optimizer.param_groups[0], [optimizer.state.get(parameter, {})], [parameter])
         sign, decay, _ = outer(numbers)
         steps.append(how.linear(numbers, shared, sign * gradient + decay * weight))
         gradients.append(gradient)

@@ -176,10 +176,10 @@ def test_settings_are_copied_before_the_step_returns():
     lr = torch.tensor(0.25)
     group = {"lr": lr, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     replay = OPTIMIZERS[torch.optim.SGD]
-    shared, (own,) = replay.read(group, [{}], [torch.zeros(1)])
+    [settings] = replay.read(group, [{}], [torch.zeros(1)])
     lr.zero_()
-    assert shared["lr"] == 0.25
-    assert own["fresh"] == 1.0
+    assert settings["lr"] == 0.25
+    assert settings["fresh"] == 1.0
 
 
 def test_a_subclass_that_leaves_the_update_alone_is_replayed(tmp_path):

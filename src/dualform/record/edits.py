@@ -47,19 +47,8 @@ class WatchedParameter:
     """Whether the optimizer's coefficients are matrices."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StateTensor:
-    """A tensor of the optimizer, as its last update left it."""
-
-    parameter: RecordedParameter
-    name: str
-    value: Tensor
-    version: int
-    """PyTorch's count of its changes."""
-
-    def is_same(self, other: _StateTensor) -> bool:
-        """Whether the other is the very same tensor, unchanged, of the same parameter."""
-        return self.value is other.value and self.version == other.version and self.parameter is other.parameter
+TensorVersion = tuple[Tensor, int]
+"""A tensor, and PyTorch's count of its changes."""
 
 
 class OptimizerWatch:
@@ -79,11 +68,11 @@ class OptimizerWatch:
         self.others: list[Tensor] = []
         """Those that are not recorded."""
         self.parts: list[tuple[dict[str, Any], list[RecordedParameter]]] = []
-        """The recorded parameters of each group, …"""
+        """The groups, each with its recorded parameters, …"""
         self.recorded: list[RecordedParameter] = []
         """… and of all groups."""
-        self._state_tensors: list[_StateTensor] = []
-        """The optimizer's tensors after its last update."""
+        self._state_tensors: dict[tuple[RecordedParameter, str], TensorVersion] = {}
+        """The optimizer's tensors as its last update left them, by parameter and name."""
         self._gradient_edits: list[RecordedParameter] = []
         """The parameters whose gradients were changed between the audit and the last update."""
 
@@ -103,22 +92,30 @@ class OptimizerWatch:
         return 1 / float(scale or 1.0)
 
     def refresh(self) -> bool:
-        """List its parameters again if a group, a parameter or a layer is new (load_state_dict makes new groups); gives whether one is."""
+        """List its parameters again if a group, a parameter or a layer is new (load_state_dict makes new groups). Returns whether one is."""
         groups = self._optimizer.param_groups
-        listed = list(chain.from_iterable([group["params"] for group in groups]))
-        if self._count == len(self._recorded) and _are_same(self._groups, groups) and _are_same(self._listed, listed):
+        listed = list(chain.from_iterable(group["params"] for group in groups))
+        are_same = _are_same(self._groups, groups) and _are_same(self._listed, listed)
+        if are_same and self._count == len(self._recorded):
             return False
-        self.parts = [
-            (group, [self._recorded[id(one)] for one in group["params"] if id(one) in self._recorded])
-            for group in groups
-        ]
-        self.recorded = [parameter for _, of_group in self.parts for parameter in of_group]
-        self.others = [one for one in listed if id(one) not in self._recorded]
-        self._state_tensors = [one for one in self._state_tensors if one.parameter in self.recorded]
         self._count = len(self._recorded)
         self._groups = list(groups)
         self._listed = listed
+        self._split()
         return True
+
+    def _split(self) -> None:
+        """Tell the parameters that are recorded from the others."""
+        self.parts = []
+        self.recorded = []
+        for group in self._groups:
+            recorded = [self._recorded[id(tensor)] for tensor in group["params"] if id(tensor) in self._recorded]
+            self.parts.append((group, recorded))
+            self.recorded += recorded
+        self.others = [tensor for tensor in self._listed if id(tensor) not in self._recorded]
+        for parameter, name in list(self._state_tensors):
+            if parameter not in self.recorded:
+                del self._state_tensors[parameter, name]
 
     def states(self) -> list[dict[str, Any]]:
         """The optimizer's state of each recorded parameter."""
@@ -132,18 +129,26 @@ class OptimizerWatch:
         settings: list[Numbers] = []
         for group, recorded in self.parts:
             first = len(settings)
-            of_group = states[first : first + len(recorded)]
-            shared, owns = self._replay.read(group, of_group, [one.tensor for one in recorded])
-            settings += [{**shared, **own} for own in owns]
+            own_states = states[first : first + len(recorded)]
+            tensors = [parameter.tensor for parameter in recorded]
+            settings += self._replay.read(group, own_states, tensors)
         return settings
 
     def parameters(self) -> Iterator[WatchedParameter]:
         """Its recorded parameters, with its state of them."""
-        names = () if self._replay is None else self._replay.state
         for parameter, state in zip(self.recorded, self.states(), strict=True):
-            tensors = {name: value for name in names if isinstance(value := state.get(name), Tensor)}
-            counters = {name: float(state[name]) for name in COUNTED_AS if self._replay is not None and name in state}
-            yield WatchedParameter(parameter, self.kind, names, tensors, counters, self.is_elementwise)
+            counters = {}
+            for name in COUNTED_AS:
+                if self._replay is not None and name in state:
+                    counters[name] = float(state[name])
+            yield WatchedParameter(
+                parameter=parameter,
+                kind=self.kind,
+                names=self._state_names,
+                tensors=self._tensors_of(state),
+                counters=counters,
+                is_elementwise=self.is_elementwise,
+            )
 
     def gradients(self) -> Gradients:
         """The gradients that the coming update is made of.
@@ -151,17 +156,19 @@ class OptimizerWatch:
         Not those that the optimizer changes itself: fused ones count as a change what they only read, and SGD with Nesterov's momentum adds
         it to the gradient where it updates many parameters at a time.
         """
-        return [
-            (parameter, gradient, gradient._version)
-            for group, recorded in self.parts
-            if not (group.get("fused") or group.get("nesterov"))
-            for parameter in recorded
-            if (gradient := parameter.tensor.grad) is not None
-        ]
+        gradients = []
+        for group, recorded in self.parts:
+            if group.get("fused") or group.get("nesterov"):
+                continue
+            for parameter in recorded:
+                gradient = parameter.tensor.grad
+                if gradient is not None:
+                    gradients.append((parameter, gradient, gradient._version))
+        return gradients
 
     def remember(self) -> dict[int, float]:
         """Remember parameters and state as they are now; gives a fingerprint of each parameter, by its number."""
-        self._state_tensors = self._tensors_now()
+        self._state_tensors = self._state_tensors_now()
         for parameter in self.recorded:
             parameter.remember()
         return {parameter.number: parameter.fingerprint for parameter in self.recorded}
@@ -176,35 +183,45 @@ class OptimizerWatch:
         if self._replay is None:
             # No dual form is claimed, and some of these optimizers move the weights between steps (schedule-free ones do)
             return {}
-        found = {parameter.name: (parameter, EDITED) for parameter in self.recorded if parameter.changed()}
+        edits = {parameter.name: (parameter, EDITED) for parameter in self.recorded if parameter.changed()}
         for parameter in self._replaced_states():
-            found.setdefault(parameter.name, (parameter, REPLACED))
+            edits.setdefault(parameter.name, (parameter, REPLACED))
         for parameter in self._gradient_edits:
-            found[parameter.name] = (parameter, EDITED_GRADIENT)
-        return found
+            edits[parameter.name] = (parameter, EDITED_GRADIENT)
+        return edits
 
-    def _tensors_now(self) -> list[_StateTensor]:
-        if self._replay is None:
-            return []
-        return [
-            _StateTensor(parameter, name, value, value._version)
-            for parameter, state in zip(self.recorded, self.states(), strict=True)
-            for name in self._replay.state
-            if isinstance(value := state.get(name), Tensor)
-        ]
+    @property
+    def _state_names(self) -> tuple[str, ...]:
+        """The tensors that it may have for each parameter."""
+        return () if self._replay is None else self._replay.state
+
+    def _tensors_of(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors that it has for one parameter."""
+        tensors = {}
+        for name in self._state_names:
+            value = state.get(name)
+            if isinstance(value, Tensor):
+                tensors[name] = value
+        return tensors
+
+    def _state_tensors_now(self) -> dict[tuple[RecordedParameter, str], TensorVersion]:
+        now = {}
+        for parameter, state in zip(self.recorded, self.states(), strict=True):
+            for name, tensor in self._tensors_of(state).items():
+                now[parameter, name] = (tensor, tensor._version)
+        return now
 
     def _replaced_states(self) -> Iterator[RecordedParameter]:
         """The parameters whose optimizer state is not what the last update left: other tensors, changed, new or gone."""
-        now = self._tensors_now()
-        if len(now) == len(self._state_tensors) and all(map(_StateTensor.is_same, now, self._state_tensors)):
-            return
-        known = {(one.parameter, one.name): one for one in self._state_tensors}
-        for one in now:
-            before = known.pop((one.parameter, one.name), None)
-            if before is None or not one.is_same(before):
-                yield one.parameter
+        now = self._state_tensors_now()
+        for key, (tensor, version) in now.items():
+            before = self._state_tensors.get(key)
+            if before is None or before[0] is not tensor or before[1] != version:
+                yield key[0]
         if self.is_elementwise:  # SGD begins afresh without its buffer, which is written down
-            yield from (parameter for parameter, _ in known)
+            for key in self._state_tensors:
+                if key not in now:
+                    yield key[0]
 
 
 class EditWatch:
@@ -225,11 +242,11 @@ class EditWatch:
 
     def refuse_shared(self) -> None:
         """Refuse parameters that several optimizers update: a dual form holds for one."""
-        watches = list(self)
+        recorded = [parameter for watch in self for parameter in watch.recorded]
         if not self._regrouped:
             return
         seen: set[str] = set()
-        for parameter in (parameter for watch in watches for parameter in watch.recorded):
+        for parameter in recorded:
             if parameter.name in seen:
                 raise RecordingError(
                     f"{parameter.name!r} is in two of the recorded optimizers, and a dual form holds for the updates of one. Give each "
@@ -246,10 +263,10 @@ class EditWatch:
 
     def edits(self) -> Edits:
         """What has changed since the last update."""
-        found: Edits = {}
+        edits: Edits = {}
         for watch in self:
-            found |= watch.edits()
-        return found
+            edits |= watch.edits()
+        return edits
 
     def remember(self) -> dict[int, float]:
         """Remember everything as it is now; gives a fingerprint of each parameter, by its number."""
@@ -259,6 +276,6 @@ class EditWatch:
         return fingerprints
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+def _are_same(objects: Sequence[object], others: Sequence[object]) -> bool:
     """Whether these are the very same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return len(objects) == len(others) and all(map(is_, objects, others))

@@ -41,12 +41,10 @@ class Replay:
     own: Callable[[Numbers, Sequence[State], Sequence[Tensor]], list[Numbers]] = _nothing
     """Of these, and of some parameters with their states before the step → numbers of each one's own."""
 
-    def read(
-        self, group: dict[str, Any], states: Sequence[State], parameters: Sequence[Tensor]
-    ) -> tuple[Numbers, list[Numbers]]:
-        """The numbers of a group's updates, given its parameters and their states before the step: shared ones, and each one's own."""
+    def read(self, group: dict[str, Any], states: Sequence[State], parameters: Sequence[Tensor]) -> list[Numbers]:
+        """The numbers of a group's updates, one dictionary for each of its parameters. states: theirs, before the step."""
         shared = self.shared(group)
-        return shared, self.own(shared, states, parameters)
+        return [{**shared, **own} for own in self.own(shared, states, parameters)]
 
     @property
     def is_elementwise(self) -> bool:
