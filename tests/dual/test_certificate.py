@@ -135,7 +135,7 @@ def recorded(path, optimizer, precision, stored, *, killed=False):
 
 def change_a_slot(dual, by):
     """One slot's error signal, of the third sample of the eleventh step, is off by a part of itself."""
-    file = dual.store._chunk_file(0)
+    file = dual.store.chunk_file(0)
     changed = file["0.errors"].clone()
     changed[10 * 5 + 2] *= 1 + by
     file._checked["0.errors"] = changed
@@ -232,7 +232,7 @@ def test_gradients_of_every_kind_of_layer_have_their_recorded_size(tmp_path, nam
     assert dual.verify().passed, dual.verify()
     weights = [parameter.name for parameter in dual.store.manifest.parameters if len(parameter.shape) > 1]
     assert [wrong_size(dual.store, weight, 6) for weight in weights] == [None] * len(weights)
-    file = dual.store._chunk_file(0)
+    file = dual.store.chunk_file(0)
     for tensor in [name for name in file if name.endswith(".errors")]:
         file._checked[tensor] = 2 * file[tensor]
     for weight in weights:

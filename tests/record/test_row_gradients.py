@@ -170,7 +170,7 @@ def test_one_position_a_row_is_stored_as_slots_byte_for_byte(tmp_path):
         run = train(tmp_path / keep, keep=keep, steps=3)
         stores[keep] = run.dual.store
     for place in range(len(stores["slots"].manifest.chunks)):
-        of_slots, of_rows = (store._chunk_file(place) for store in stores.values())
+        of_slots, of_rows = (store.chunk_file(place) for store in stores.values())
         assert list(of_slots) == list(of_rows)
         for name in of_slots:
             assert of_slots[name].numpy().tobytes() == of_rows[name].numpy().tobytes(), name

@@ -202,7 +202,7 @@ def test_flags_of_silent_slots(tmp_path, chunk_bytes):
 
 def test_flags_take_no_room_where_no_slot_is_silent(tmp_path):
     store = write_silent(tmp_path / "s", FLAGS[:1])
-    assert not any(name.endswith(".silent") for name in store._chunk_file(0))
+    assert not any(name.endswith(".silent") for name in store.chunk_file(0))
 
 
 # Slots that serve all rows

@@ -6,6 +6,7 @@
 - Both ways: `encoding` (vectors to stored bytes and back), `memory` (buffers that are used again).
 - Writing: `records` (what the recorder hands over), `chunks` (from steps to tensors), `writer` (the thread that seals chunks, snapshots and
   totals).
-- Reading: `catalog` (opens a store: manifest, snapshots, totals, tables; needs no PyTorch), `reader` (`Store`, which adds the slots),
+- Reading: `catalog` (opens a store: manifest, snapshots, totals, tables; needs no PyTorch), `chunk_files` (adds the files of chunks),
+  `reader` (`Store`, which adds slots and rows),
   `samples` (texts of samples), `slots` (a layer's slots in a chunk).
 """

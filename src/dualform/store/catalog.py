@@ -49,11 +49,23 @@ CACHED_STEPS = 8
 """Results about this many steps of training are cached at a time: one may take tens of bytes per slot."""
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 F = TypeVar("F", bound=CheckedFile[Any])
 FileKind = Callable[[Files, str, File], F]
 """A class of checked files: ArrayFile, or TensorFile."""
 LabelCheck = Callable[[Label], object]
 """Raises ValueError unless a label is as expected."""
+
+
+def cached_method(method: Method) -> Method:
+    """Compute what a method of a store returns once for the same arguments, which are given by position."""
+
+    @functools.wraps(method)
+    def cached(store: Catalog, *arguments: Hashable) -> Any:
+        key = (method.__name__, *arguments)
+        return store.cached(key, lambda: method(store, *arguments))
+
+    return cast(Method, cached)
 
 
 class Catalog:
@@ -205,11 +217,9 @@ class Catalog:
         if not shape or shape[0] > lines or shape[1:] != expected:
             raise ValueError
 
+    @cached_method
     def groups(self, grouping: int) -> pl.DataFrame:
         """Return the groups of a grouping, in the order of their numbers."""
-        return self.cached(("group table", grouping), lambda: self._read_groups(grouping))
-
-    def _read_groups(self, grouping: int) -> pl.DataFrame:
         totals = self._totals()
         name = f"{totals_name(totals.number)}/{groups_name(grouping)}"
         table = self._read_table(name, totals.files[groups_name(grouping)], self._check_totals)
