@@ -209,6 +209,32 @@ def test_a_recording_of_rows_is_resumed(tmp_path):
     same_totals(*(one.contributions(x, target=0).total("step") for one in (dual, straight)))
 
 
+def test_a_chunk_without_any_feature_map_is_cut(tmp_path):
+    """All of a convolution's rows were summed: the chunk has their gradients alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(147, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(recorder, number):
+        x = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        recorder.batch(sample_id=[0, 1])
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
+        optimizer.step()
+
+    with dualform.record(model, optimizer, tmp_path / "run", keep="rows") as recorder:
+        step(recorder, 0)
+        saved = copy.deepcopy(model.state_dict())
+        step(recorder, 1)
+    model.load_state_dict(saved)
+    with dualform.record(model, optimizer, tmp_path / "run", keep="rows", resume=1) as recorder:
+        step(recorder, 1)
+    dual = dualform.open(tmp_path / "run", model)
+    assert dual.store.is_summed("0")
+    assert dual.end_step == 2
+    assert_exact(dual)
+
+
 def train_straight(path, lengths):
     torch.manual_seed(0)
     model = Mixed().double()

@@ -112,11 +112,13 @@ class ChunkFiles(Catalog):
             return slots, self._written[place]["keys"][number]
         keys_per_row = positions
         if self.manifest.layers[number].form == "maps":
-            keys_per_row = file[f"{number}.shapes"].numpy()[: len(blocks), 0]
+            shapes = file[f"{number}.shapes"].numpy()
+            keys_per_row = shapes[: len(blocks), 0]
         keys = rows * keys_per_row
         if f"{number}.sums" in file:  # the gradients of rows have no keys
-            has_keys = file[f"{number}.sums"].numpy()[: len(blocks), 0] == 0
-            keys = keys[has_keys]
+            sums = file[f"{number}.sums"].numpy()
+            holds_slots = sums[: len(blocks), 0] == 0
+            keys = keys[holds_slots]
         return slots, int(keys.sum())
 
 

@@ -72,8 +72,10 @@ class Store(ChunkFiles):
 
     @cached_method
     def is_summed(self, name: str) -> bool:
-        """Return whether slots of a layer were summed row by row when they were recorded: then single positions are lost."""
-        return self.manifest.keep == "rows" and any(chunk.is_summed for chunk in self.addresses(name))
+        """Whether slots of a layer were summed row by row when they were recorded: then single positions are lost."""
+        if self.manifest.keep != "rows":
+            return False
+        return any(chunk.is_summed for chunk in self.addresses(name))
 
     def why_no_positions(self, name: str) -> str:
         """Return why a layer whose rows were summed has no single positions, and what to do."""

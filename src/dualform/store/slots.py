@@ -248,7 +248,8 @@ class SlotChunk:
                 raise self._damaged(f"the feature maps of {self.layer.name!r} do not have as many patches as slots")
             maps += rows * each
             numbers += rows * each * geometry.channels * math.prod(size)
-        stored = self.file.shape(f"{self.number}.keys")[0]
+        name = f"{self.number}.keys"
+        stored = self.file.shape(name)[0] if name in self.file else 0  # none, if all blocks hold gradients
         if maps > self.written["keys"][self.number] or numbers > stored:
             raise self._damaged(f"there are fewer feature maps of {self.layer.name!r} than its slots need")
 
