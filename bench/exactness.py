@@ -351,6 +351,23 @@ def verdict(one: Cell) -> str:
     return "pass" if not missed else f"**misses {', '.join(missed)}** {' '.join(one.failed) or one.mask_worst}".strip()
 
 
+def known_cells(path: Path, steps: int) -> list[Cell]:
+    """What was measured before, with this many steps."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text())
+    return [Cell(**one) for one in document["cells"]] if document["steps"] == steps else []
+
+
+def with_cell(cells: list[Cell], found: Cell) -> list[Cell]:
+    """The cells in the order of the page, with one that is new or was measured again."""
+    place = {
+        (dtype, network, optimizer): None for dtype in TOLERANCE for network in NETWORKS for optimizer in OPTIMIZERS
+    }
+    by_place = {(one.dtype, one.network, one.optimizer): one for one in (*cells, found)}
+    return [by_place[key] for key in place if key in by_place]
+
+
 def main() -> None:
     """All cells."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -358,7 +375,9 @@ def main() -> None:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--dtypes", default="float32,float64")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--out", type=Path, help="keep what was measured here; cells of as many steps that are there stay"
+    )
     parser.add_argument("--page", type=Path, help="write a page from what was measured")
     parser.add_argument("--from", dest="known", type=Path, help="write the page from an earlier --out; measure nothing")
     arguments = parser.parse_args()
@@ -366,14 +385,14 @@ def main() -> None:
         document = json.loads(arguments.known.read_text())
         arguments.page.write_text(page([Cell(**one) for one in document["cells"]], document["steps"]))
         return
-    cells = []
+    cells = [] if arguments.out is None else known_cells(arguments.out, arguments.steps)
     torch.set_num_threads(1)  # the networks are small
     with tempfile.TemporaryDirectory() as temporary:
         for dtype in arguments.dtypes.split(","):
             for network in arguments.networks.split(","):
                 for optimizer in arguments.optimizers.split(","):
                     found = cell(network, optimizer, dtype, arguments.steps, Path(temporary) / "run")
-                    cells.append(found)
+                    cells = with_cell(cells, found)
                     print(
                         f"{dtype} {network:12} {optimizer:9} verify {found.gap:.1e} ({found.floors:.1f} floors)  middle "
                         f"{found.middle:.1e} ({found.middle_floors:.1f})  masks {found.mask:.1e} ({found.mask_floors:.1f})  logit "
