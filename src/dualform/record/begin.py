@@ -14,7 +14,7 @@ from dualform.errors import RecordingError
 from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
 from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
-from dualform.record.curvature import EVERY, OnlineCurvature
+from dualform.record.curvature import EVERY, OnlineCurvature, counts_summed
 from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
@@ -125,7 +125,8 @@ def record(
         dtype = _default_dtype(choice.recorded)
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     needs_errors = keep != "totals" or has_deltas(groupings)
-    counts_sums = keep == "rows" and curvature is not False
+    all_layers = [layer for chosen in choice.recorded for layer in chosen.layers]
+    counts_sums = keep == "rows" and counts_summed(curvature, all_layers)
     store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors, curvature_every=EVERY if counts_sums else 0)
     rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
