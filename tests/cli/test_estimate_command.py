@@ -10,7 +10,7 @@ import dualform
 from dualform.cli import app
 from dualform.store.format import size_text
 
-MODELS = '''
+MODELS = """
 from torch import nn
 
 class Tokens(nn.Module):
@@ -22,7 +22,7 @@ class Tokens(nn.Module):
         return self.head(self.table(tokens))
 
 images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 10))
-'''
+"""
 
 
 @pytest.fixture
