@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from dualform.dual.layer import DualLayer
     from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
     from dualform.query.dual import Dual, open
-    from dualform.record import Recorder, collect, record
+    from dualform.record import Recorder, collect, estimate, record
     from dualform.totals.build import build_totals
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "build_totals",
     "collect",
     "errors",
+    "estimate",
     "evaluate",
     "open",
     "record",
@@ -38,7 +39,7 @@ _ROOMS = {
     "dualform.dual.layer": ("DualLayer",),
     "dualform.evaluate": ("LogLikelihood", "Margin", "Study", "evaluate"),
     "dualform.query.dual": ("Dual", "open"),
-    "dualform.record": ("Recorder", "collect", "record"),
+    "dualform.record": ("Recorder", "collect", "estimate", "record"),
     "dualform.totals.build": ("build_totals",),
 }
 """Where the public names live. A room is entered when one of its names is used: PyTorch takes longer to import than some questions take."""

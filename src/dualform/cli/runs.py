@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from dualform.cli.application import app
 from dualform.cli.base import FAILED, Data, Json, Run, one_line_errors, print_json, progress_bars
-from dualform.cli.models import OptionalModel, Tokenizer, find_model, find_tokenizer
+from dualform.cli.models import Model, OptionalModel, Tokenizer, find_model, find_tokenizer
 
 if TYPE_CHECKING:
     from dualform.explorer.subject import Subject
@@ -52,6 +53,71 @@ def demo(
         show_demo(Console(), found, drawn)
     if not found.certificate.passed:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+@one_line_errors
+def estimate(
+    named: Model,
+    rows: Annotated[
+        int, typer.Option(min=1, help="How many rows are trained on, over all epochs.", show_default=False)
+    ],
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a model of tokens: how many a row has.", show_default=False)
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of other models: the shape of one input, such as 3,32,32.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="How many rows make an update.")] = 1,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="How many of the rows are distinct.", show_default="all")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="How slots are stored.", show_default="as parameters are")] = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(help="Names or globs of layers; several may be given.", show_default="all that can be recorded"),
+    ] = None,
+    shapes_only: Annotated[
+        bool, typer.Option("--shapes-only", help="Build the model on the meta device: without memory for its weights.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say how much disk and memory a recording will take, for everything that keep= may be, before training."""
+    if (tokens is None) == (shape is None):
+        raise typer.BadParameter("give one of --tokens and --shape.", param_hint="--tokens")
+    sizes = None if shape is None else _sizes(shape)
+
+    import torch
+
+    import dualform
+    from dualform.terminal import show_estimate
+
+    device = torch.device("meta") if shapes_only or (Path(named) / "config.json").is_file() else None
+    with device or contextlib.nullcontext():
+        model = find_model(named)
+    example = None if sizes is None else torch.zeros(1, *sizes, device=device)
+    found = dualform.estimate(
+        model,
+        example,
+        rows=rows,
+        positions=tokens,
+        batch=batch,
+        samples=samples,
+        dtype=dtype,
+        layers=layers,
+    )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        show_estimate(Console(), found)
+
+
+def _sizes(shape: str) -> list[int]:
+    """Read a shape as a user writes it: 3,32,32."""
+    parts = shape.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise typer.BadParameter(f"{shape!r}: expected whole numbers, such as 3,32,32.", param_hint="--shape")
+    return [int(part) for part in parts]
 
 
 @app.command()

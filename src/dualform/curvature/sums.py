@@ -50,6 +50,13 @@ class Curvature:
     that cannot matter are passed over."""
 
 
+def size(linear_map: LinearMap) -> int:
+    """How many numbers the curvature of a map has."""
+    width = linear_map.width + bool(linear_map.constant)
+    of_keys = linear_map.width if linear_map.is_one_hot else linear_map.groups * width**2
+    return of_keys + linear_map.groups * linear_map.outputs**2
+
+
 class Sums:
     """The same, while slots are added."""
 

@@ -2,6 +2,7 @@
 
 from dualform.record.begin import record
 from dualform.record.collect import collect
+from dualform.record.estimate import estimate
 from dualform.record.recorder import Recorder
 
-__all__ = ["Recorder", "collect", "record"]
+__all__ = ["Recorder", "collect", "estimate", "record"]

@@ -14,7 +14,8 @@ from dualform.errors import RecordingError
 from dualform.forked import require_polars
 from dualform.layers.row_proof import BatchAxes
 from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
-from dualform.record.curvature import EVERY, OnlineCurvature
+from dualform.record.curvature import EVERY, OnlineCurvature, counts_summed
+from dualform.record.disk_space import DiskSpace
 from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
@@ -59,6 +60,7 @@ def record(
     initial: str = store.INITIAL,
     on_unexplained: str = "raise",
     on_write_error: str = "raise",
+    expected_steps: int | None = None,
     overwrite: bool = False,
     resume: bool | int = False,
     queue_bytes: int = 256 << 20,
@@ -88,6 +90,8 @@ def record(
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
     on_write_error: "raise", or "stop" recording with a warning and let training continue (a full disk).
+    expected_steps: after how many updates the training will end, to warn after 20 of them if the disk will be full before that. Without it,
+    the warning comes when it will be full before there are twice as many.
     overwrite: replace an existing recording (nothing else is ever removed).
     resume: continue an existing recording, from its end (True) or from step n (an int). Slots after that step are dropped, and the
     weights are compared with what the store knows of them.
@@ -127,7 +131,8 @@ def record(
         dtype = _default_dtype(choice.recorded)
     # Sums of keys alone need no error signals, and no gradient is put together again from them
     needs_errors = keep != "totals" or has_deltas(groupings)
-    counts_sums = keep == "rows" and curvature is not False
+    all_layers = [layer for chosen in choice.recorded for layer in chosen.layers]
+    counts_sums = keep == "rows" and counts_summed(curvature, all_layers)
     store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors, curvature_every=EVERY if counts_sums else 0)
     rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
@@ -148,6 +153,8 @@ def record(
     recording: Recording | None = None
     try:
         finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
+        if keep != "totals":
+            finished.disk_space = DiskSpace(writer, expected_steps)
         recording = Recording(network, model, writer, passes, steps, finished, choice.waiting, on_write_error)
         return Recorder(recording)
     except BaseException:

@@ -5,13 +5,16 @@ Where slots are summed row by row, their curvature is counted before that (`coun
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 from dualform.arrays import Bools
 from dualform.curvature.loss_mean import RECORDED_MEAN, calls_of_blocks, divisors
 from dualform.curvature.maps import linear_maps
-from dualform.curvature.sums import Sums
+from dualform.curvature.sums import Sums, size
 from dualform.layers.keys import Keys
 from dualform.layers.streams import Layer
 from dualform.store.encoding import decode
@@ -19,6 +22,29 @@ from dualform.store.records import Step, keys_of_blocks
 
 EVERY = 8
 """One step in so many counts: for each, it costs about as much as the step itself."""
+
+
+MOST_NUMBERS = 1 << 27
+"""If the curvature of all layers has more numbers than this, a gigabyte in float64, it is counted only if the user says so."""
+
+
+def sizes(layers: Iterable[Layer]) -> int:
+    """How many numbers the curvature of some layers has."""
+    return sum(size(linear_map) for layer in layers for linear_map in linear_maps(layer))
+
+
+def counts_summed(curvature: bool | None, layers: Sequence[Layer]) -> bool:
+    """Whether the curvature of slots that are summed is counted. curvature: what the user said; None: nothing."""
+    if curvature is not None:
+        return curvature
+    if sizes(layers) <= MOST_NUMBERS:
+        return True
+    warnings.warn(
+        f"the curvature of these layers would take {8 * sizes(layers) / 1e9:.0f} GB of memory, so it is not counted, and influence by "
+        f'method="whitened" cannot be asked. Say curvature=True to count it, or False to leave it out without this warning.',
+        stacklevel=4,
+    )
+    return False
 
 
 def counted(layer: Layer, keys: Keys, errors: Tensor, silent: Bools | None) -> list[tuple[Tensor, Tensor, int]]:

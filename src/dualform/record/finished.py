@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dualform.errors import RecordingError
 from dualform.record.curvature import OnlineCurvature
+from dualform.record.disk_space import DiskSpace
 from dualform.record.fixed_weights import are_weights_fixed
 from dualform.record.frozen import base_of, frozen, is_part_of
 from dualform.record.interrupts import INTERRUPTS
@@ -106,6 +107,8 @@ class FinishedSteps:
         """Whether the writer may be writing the totals, which are not copied for it."""
         self.is_checkpointed = self.keeps_only_totals and writer.manifest.end_step > 0
         """Totals alone are those of one step. Once a checkpoint stands beside them, nothing but seal() and the end takes it away."""
+        self.disk_space: DiskSpace | None = None
+        """Watches the disk, if it fills with the steps."""
         self._since_snapshot = 0
         # A resumed recording begins with a snapshot of everything
         self._stored_frozen = {} if writer.manifest.end_step else frozen_checksums(model, steps)
@@ -138,6 +141,8 @@ class FinishedSteps:
             if self.totals.nbytes >= STRETCH_BYTES:
                 self.fold()
         self._since_snapshot += nbytes
+        if self.disk_space is not None:
+            self.disk_space.add(step.number, nbytes)
 
     def put_without_extras(self, error: Exception) -> None:
         """Totals or curvature have failed at the end. Slots depend on neither."""

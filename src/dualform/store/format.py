@@ -288,6 +288,16 @@ def shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as people read it, such as 2.5 MB."""
+    size = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def read_manifest(files: Files) -> Manifest:
     """Read and check the manifest of a store."""
     path = address(files, MANIFEST)
