@@ -38,8 +38,8 @@ class Replay(Protocol):
         group: dict[str, Any],
         states: Sequence[State],
         parameters: Sequence[Tensor],
-    ) -> tuple[Numbers, list[Numbers]]:
-        """The numbers of an update."""
+    ) -> list[Numbers]:
+        """The numbers of an update of each parameter."""
 
 
 def follows(optimizer: Optimizer, replay: Replay, step: Step) -> bool:
@@ -141,8 +141,7 @@ def _same_update(
     for group in twin.param_groups:
         parameters = group["params"]
         states = [twin.state.get(one, {}) for one in parameters]
-        shared, owns = replay.read(group, states, parameters)
-        settings += [{**shared, **own} for own in owns]
+        settings += replay.read(group, states, parameters)
     for one, numbers in zip(beside, settings, strict=True):
         one.update(numbers)
     step(twin)
