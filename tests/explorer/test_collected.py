@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from browsing import browser, expect, needs_browser, page, settled
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
@@ -15,7 +16,6 @@ from dualform.explorer.report import write
 from dualform.explorer.server import Server
 from dualform.explorer.session import Session
 from dualform.explorer.subject import subject
-from explorer.browsing import browser, expect, needs_browser, page, settled
 from training import network, samples
 
 SAID = "collected at 2 checkpoints, not recorded during training"

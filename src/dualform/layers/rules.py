@@ -251,14 +251,11 @@ def _normalised_by_channel(given: Tensor, statistics: Sequence[Tensor], eps: flo
         mean, variance = (statistic.to(given.dtype) for statistic in statistics)
         centred = by_position - mean.unsqueeze(1)
     else:
-        # As PyTorch does, sum in float64: the sums are large where what is left of a gradient is small
         count = by_position.shape[0] * by_position.shape[2]
-        sums = by_position.sum(2)
-        mean = (sums.sum(0, dtype=torch.float64) / count).to(given.dtype)
+        mean = by_position.sum(2).sum(0) / count
         centred = by_position - mean.unsqueeze(1)
         deviations = torch.linalg.vector_norm(centred, dim=2)
-        squares = deviations.to(torch.float64).square()
-        variance = (squares.sum(0) / count).to(given.dtype)
+        variance = deviations.square().sum(0) / count
     scale = (variance + eps).rsqrt().unsqueeze(1)
     return centred.mul_(scale).reshape(given.shape), mean.unsqueeze(1) * scale
 
