@@ -136,6 +136,8 @@ def test_float16_with_a_gradient_scaler(tmp_path, clip):
     assert dual.log["global_step"].to_list()[-1] == trainer.state.global_step
 
 
+# PyTorch's compiler does so itself, while it traces any function of autograd
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled(tmp_path):
     trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
     record(trainer, tmp_path / "run").train()

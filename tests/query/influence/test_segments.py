@@ -3,9 +3,7 @@
 from itertools import pairwise
 
 import pytest
-import torch
 
-import dualform
 from dualform.errors import QuestionError
 from dualform.query.influence.segments import Segment, segments
 from training import train
@@ -34,24 +32,6 @@ def test_many_epochs_are_thinned_out_but_the_first_and_the_last_stay(dual):
     assert pairs(segments(dual.store, 6, 1, sample="label")) == [(3, 4)]
 
 
-def test_epochs_of_rows_that_hold_several_samples(tmp_path):
-    """Six documents, packed in twos into rows of five positions, four epochs; padding is in every row and one document in two pieces."""
-    pairs_of = [[(0, 1), (2, 3), (4, 5)], [(1, 4), (2, 0), (3, 5)]] * 2
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
-        for a, b in [pair for epoch in pairs_of for pair in epoch]:
-            recorder.batch(sample_id=torch.tensor([[a, a, b, 5, -1]]))
-            model(torch.randn(1, 5, 2)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    store = dualform.open(tmp_path / "run", model).store
-    expected = [(0, 3), (3, 6), (6, 9), (9, 12)]
-    assert pairs(segments(store, 12)) == expected
-    assert pairs(segments(store, 12, sample="sample_id")) == expected
-    assert pairs(segments(store, 6)) == expected[:2]
-
-
 def test_without_samples_the_run_is_cut_evenly(tmp_path):
     run = train(tmp_path / "run", steps=4)
     store = run.dual.store
@@ -78,7 +58,7 @@ def test_segments_that_make_no_sense(dual, given):
 def test_other_bad_questions(dual):
     with pytest.raises(QuestionError, match="expected at least 1"):
         segments(dual.store, 6, 0)
-    with pytest.raises(QuestionError, match=r"there is no such column\. Columns: sample_id, label, task"):
+    with pytest.raises(QuestionError, match=r"there is no such column per row\. Columns: sample_id, label, task"):
         segments(dual.store, 6, sample="id")
     with pytest.raises(QuestionError, match="nothing has an influence yet"):
         segments(dual.store, 0)

@@ -55,8 +55,7 @@ def segments(
     """Return the segments of a run up to step `end`.
 
     given: at most this many epochs, spread over the run, first and last included; or the segments themselves, (begin, end) in steps.
-    An epoch is as many steps as it takes to see each sample once, on average: rows / distinct entries of the column `sample`. Where it names
-    the sample of each position, a row holds several, and the median of the rows that each is in says how many epochs there were. Of a
+    An epoch is as many steps as it takes to see each sample once, on average: rows / distinct entries of the column `sample`. Of a
     collection, the checkpoints take the place of epochs.
     """
     steps = store.rows["step"].to_numpy()
@@ -132,30 +131,18 @@ def _check_count(most: int) -> None:
 
 def _epoch_count(store: Store, end: int, sample: str | None) -> int | None:
     """Return how many epochs there were; None: nothing tells samples apart."""
-    per = {column.name: column.per for column in store.manifest.columns}
+    columns = [column.name for column in store.manifest.columns if column.per == "row"]
     if sample is None:
-        if SAMPLE not in per:
+        if SAMPLE not in columns:
             return None
         sample = SAMPLE
-    if sample not in per:
-        raise QuestionError(f"sample={sample!r}: there is no such column. Columns: {', '.join(per) or 'none'}.")
-    if per[sample] == "position":
-        visits = store.cached(("visits", sample), lambda: _median_visits(store, end, sample), end)
-    else:
-        rows = store.rows.filter(pl.col("step") < end)
-        visits = rows.height / max(1, rows[sample].n_unique())
-    return max(1, round(visits))
-
-
-def _median_visits(store: Store, end: int, sample: str) -> float:
-    """Return how many rows a sample is in, of rows that hold several.
-
-    The median: padding is in many, and so are samples that were cut into pieces.
-    """
-    visited = store.rows.lazy().filter(pl.col("step") < end).select(pl.col(sample).list.unique())
-    rows_of_each = visited.explode(sample).drop_nulls().group_by(sample).len()
-    median = rows_of_each.select(pl.col("len").median()).collect().item()
-    return float(median or 1)
+    if sample not in columns:
+        raise QuestionError(
+            f"sample={sample!r}: there is no such column per row. Columns: {', '.join(columns) or 'none'}."
+        )
+    rows = store.rows.filter(pl.col("step") < end)
+    samples = rows[sample].n_unique()
+    return max(1, round(rows.height / max(1, samples)))
 
 
 def evenly_spaced(first: int, last: int, count: int) -> list[int]:
