@@ -117,8 +117,6 @@ def test_bfloat16(tmp_path):
     assert_proved(tmp_path / "run", trainer.model)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("clip", [0.0, 0.1], ids=["without clipping", "clipped"])
 def test_float16_with_a_gradient_scaler(tmp_path, clip):
     """The first scales overflow: these steps are none, and the Trainer counts them."""
@@ -136,8 +134,8 @@ def test_float16_with_a_gradient_scaler(tmp_path, clip):
     assert dual.log["global_step"].to_list()[-1] == trainer.state.global_step
 
 
-# PyTorch's compiler does so itself, while it traces any function of autograd
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled(tmp_path):
     trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
     record(trainer, tmp_path / "run").train()
