@@ -28,7 +28,7 @@ import dualform
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Factors, damped
 from dualform.layers.keys import RowGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.completions import encode_completion
 from dualform.query.dual import Dual
 from dualform.query.forward import run

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 from dualform.store.encoding import encode
 from dualform.store.files import files_at
 from dualform.store.format import VERSION, Column, Manifest, Parameter

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 
 CLASSES = 4
 SAMPLES = 12

@@ -3,7 +3,7 @@ import torch
 
 from dualform.dual.gradients import Sum, of_slots
 from dualform.layers.keys import Vectors
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 
 LAYER = Layer("layer", "linear", 4, 6, ())
 USES = {

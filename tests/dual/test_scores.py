@@ -4,7 +4,7 @@ import torch
 from dualform.dual import scores as module
 from dualform.dual.scores import scores
 from dualform.layers.keys import Vectors
-from dualform.layers.streams import Use
+from dualform.layers.layer import Use
 
 
 @pytest.mark.parametrize("role", ["weight", "table"])

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dualform.dual.gradients import of_slots
-from dualform.layers.keys import Maps, Numbers, Vectors
+from dualform.layers.keys import OneHot, Patches, Vectors
+from dualform.layers.layer import Geometry, joined
 from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, geometry_of, queries_of, rule_for, why_left_out
 from dualform.layers.slot_source import SlotSource, map_tensors
-from dualform.layers.streams import Geometry, joined
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
 from dualform.record.passes import PendingPasses
@@ -332,8 +332,8 @@ def slots(layer, found, call):
     keys, errors = found.keys.detach(), found.errors.detach()
     if layer.geometry is None:
         keys, errors = layout.slots(keys), layout.slots(errors)
-        return (Numbers(keys, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(keys)), errors, layout
-    maps = Maps(layout.slots(keys.flatten(1)).reshape(-1, *keys.shape[1:]), layer.geometry)
+        return (OneHot(keys, layer.d_in, errors.dtype) if layer.form == "numbers" else Vectors(keys)), errors, layout
+    maps = Patches(layout.slots(keys.flatten(1)).reshape(-1, *keys.shape[1:]), layer.geometry)
     return maps, layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1]), layout
 
 
@@ -488,7 +488,7 @@ def maps(draw):
     call = draw(st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv3d]).flatmap(lambda kind: CALLS[kind]))
     entry = call.args[0].detach()
     entry = entry.unsqueeze(0) if call.axes == (None,) else entry
-    return call.module, entry, Maps(entry, geometry_of(call.module))
+    return call.module, entry, Patches(entry, geometry_of(call.module))
 
 
 @st.composite
@@ -501,7 +501,7 @@ def keys_of_any_form(draw):
     count, d_in, groups = draw(st.integers(0, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     if form == "vectors":
         return Vectors(torch.randn(count, groups * d_in, dtype=torch.float64)), groups
-    return Numbers(torch.randint(0, d_in, (count, 1)), d_in, torch.float64), 1
+    return OneHot(torch.randint(0, d_in, (count, 1)), d_in, torch.float64), 1
 
 
 def test_patches_of_maps_are_those_of_unfold():
@@ -509,7 +509,7 @@ def test_patches_of_maps_are_those_of_unfold():
     entry = torch.randn(4, 3, 6, 7, dtype=torch.float64)
     expected = nn.functional.unfold(entry, (2, 3), dilation=(1, 2), padding=(1, 2), stride=(2, 1))
     torch.testing.assert_close(
-        Maps(entry, geometry).vectors(), expected.transpose(1, 2).reshape(-1, 18), rtol=0, atol=0
+        Patches(entry, geometry).vectors(), expected.transpose(1, 2).reshape(-1, 18), rtol=0, atol=0
     )
     assert math.prod(geometry.positions((6, 7))) == expected.shape[2]
 
@@ -542,14 +542,14 @@ def test_products_of_keys_are_those_of_their_vectors(drawn, width, seed):
     expected = torch.einsum("ngo,ngi->goi", by_group, apart).reshape(groups * 2, d_in // groups)
     torch.testing.assert_close(keys.outer(errors, (), groups), expected, **EXACT)
     queries = torch.randn(width, d_in, dtype=torch.float64)
-    if not isinstance(keys, Numbers) or d_in > 1:
+    if not isinstance(keys, OneHot) or d_in > 1:
         torch.testing.assert_close(keys.dot(queries), queries @ vectors.T, **EXACT)
 
 
 def test_numbers_meet_numbers():
-    keys = Numbers(torch.tensor([2, 0, 2]), 3, torch.float64)
+    keys = OneHot(torch.tensor([2, 0, 2]), 3, torch.float64)
     assert keys.dot(torch.tensor([[2.0], [1.0]])).tolist() == [[1, 0, 1], [0, 0, 0]]
-    assert keys.some(slice(1, 2)).vectors().tolist() == [[1, 0, 0]]
+    assert keys.select(slice(1, 2)).vectors().tolist() == [[1, 0, 0]]
 
 
 @given(st.integers(0, 4), st.integers(0, 4), SEEDS)

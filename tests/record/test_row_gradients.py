@@ -11,7 +11,7 @@ from torch import nn
 import dualform
 from dualform.errors import BatchError, NotRecordedError, RecordingError
 from dualform.layers.keys import RowGradients, keys_of
-from dualform.layers.streams import Geometry, Layer, Use
+from dualform.layers.layer import Geometry, Layer, Use
 from dualform.record.row_gradients import SlotsOfCall, columns_of_rows, summed
 from training import network, train
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.layers.keys import Keys, Numbers, RowGradients, part
-from dualform.layers.streams import Layer, Use
+from dualform.layers.keys import Keys, OneHot, RowGradients, select_columns
+from dualform.layers.layer import Layer, Use
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class LinearMap:
     def key_side(self, keys: Keys) -> Tensor:
         """(n, groups, width), without the constant; of one-hot keys their places, (n,)."""
         if self.is_one_hot:
-            assert isinstance(keys, Numbers)
+            assert isinstance(keys, OneHot)
             return keys.places
         if not self.width:
             vectors = keys.vectors()
             return vectors.new_zeros(len(vectors), 1, 0)
-        vectors = part(keys.vectors(), self.keys)
+        vectors = select_columns(keys.vectors(), self.keys)
         return vectors.reshape(len(vectors), self.groups, self.width)
 
     def error_side(self, keys: Keys, errors: Tensor) -> Tensor:
         """(n, groups, outputs)."""
-        found = keys.vectors() if self.of_parts else part(errors, self.errors)
+        found = keys.vectors() if self.of_parts else select_columns(errors, self.errors)
         return found.reshape(len(found), self.groups, self.outputs)
 
     def of_gradients(self, gradients: RowGradients) -> tuple[Tensor, Tensor]:
@@ -60,14 +60,14 @@ class LinearMap:
 
         The second is zero where there is no bias.
         """
-        weights = part(gradients.weights, self.keys)
+        weights = select_columns(gradients.weights, self.keys)
         of_constant = gradients.biases
         if self.errors:
-            weights = part(weights.transpose(1, 2), self.errors).transpose(1, 2)
+            weights = select_columns(weights.transpose(1, 2), self.errors).transpose(1, 2)
         shape = (len(gradients), self.groups, self.outputs)
         if not self.constant:
             return weights.reshape(*shape, self.width), weights.new_zeros(shape)
-        return weights.reshape(*shape, self.width), part(of_constant, self.errors).reshape(shape)
+        return weights.reshape(*shape, self.width), select_columns(of_constant, self.errors).reshape(shape)
 
     def with_constant(self, vectors: Tensor) -> Tensor:
         """(…, width) → (…, width + 1): with the constant behind each vector."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dualform.dual.layer import DualLayer
 from dualform.errors import QuestionError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 
 
 @dataclass(frozen=True)

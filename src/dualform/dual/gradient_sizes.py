@@ -19,8 +19,8 @@ from dualform.dual.coefficients import recorded_updates, update_table
 from dualform.dual.gradients import Call, Replayed, description
 from dualform.dual.rounding import roundoff, storage_roundoff
 from dualform.dual.rows import kept_rows, used_rows
-from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, part
-from dualform.layers.streams import Use
+from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, select_columns
+from dualform.layers.layer import Use
 from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
 
@@ -173,7 +173,7 @@ def _squares_through(
     if isinstance(keys, RowGradients):  # one number is stored for each entry, and none for its error signal
         of_entries = (keys.added_to(use).square() @ square_rows).flatten(1).sum(1)
         return of_entries, torch.zeros_like(of_entries)
-    used = part(errors, use.errors)
+    used = select_columns(errors, use.errors)
     if use.role == "table":  # keys are one-hot: exact
         of_errors = (used.square() @ square_rows)[:, 0]
         return torch.zeros_like(of_errors), of_errors
@@ -197,7 +197,7 @@ def _projected(
     """What slots add to a weight, seen through R: (rows, columns of R)."""
     if isinstance(keys, RowGradients):
         return keys.summed(use, errors[:, 0]) @ random
-    used = part(errors, use.errors)
+    used = select_columns(errors, use.errors)
     if use.role == "table":
         return keys.outer(used @ random).T
     projected = keys.project(random, use.keys, use.groups)

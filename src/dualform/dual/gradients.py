@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Updates
 from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
-from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, part
-from dualform.layers.streams import Layer, Use
+from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns
+from dualform.layers.layer import Layer, Use
 from dualform.recursions import Floats
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
@@ -57,7 +57,7 @@ def of_slots(
     if use.role == "scale":
         return keys.vectors().sum(0)
     if use.role == "bias":
-        return part(errors, use.errors).sum(0)
+        return select_columns(errors, use.errors).sum(0)
     written = keys.outer(_used_errors(use, errors, columns), use.keys, use.groups)
     return written.T if use.role == "table" else written
 
@@ -66,12 +66,12 @@ def vectors_of_slots(use: Use, keys: KeysOrGradients, errors: Tensor) -> Tensor:
     """What each slot writes to a bias or an elementwise weight, (slots, d)."""
     if isinstance(keys, RowGradients):
         return keys.added_to(use) * errors
-    return keys.vectors() if use.role == "scale" else part(errors, use.errors)
+    return keys.vectors() if use.role == "scale" else select_columns(errors, use.errors)
 
 
 def _used_errors(use: Use, errors: Tensor, columns: Tensor | None) -> Tensor:
     """The part of error signals that a weight gets; columns: these alone."""
-    return part(errors, use.errors) if columns is None else errors[:, columns]
+    return select_columns(errors, use.errors) if columns is None else errors[:, columns]
 
 
 def _with_unkept(
@@ -134,7 +134,7 @@ class Sum:
     ) -> None:
         """Add errors.T @ keys without memory for the product."""
         used_errors = _used_errors(use, errors, self._columns)
-        used_keys = part(keys.vectors(), use.keys)
+        used_keys = select_columns(keys.vectors(), use.keys)
         if use.role == "table":
             own.addmm_(used_keys.T, used_errors, alpha=factor)
         else:
@@ -172,7 +172,7 @@ class Call:
         kept = torch.from_numpy(self.kept)
         if self.layer.form == "vectors" and isinstance(self.keys, Vectors):
             places = kept.nonzero()[:, 0]
-            keys = self.keys.some(places)
+            keys = self.keys.select(places)
             return Call(self.layer, self.factor, keys, self.errors.index_select(0, places))
         all_keys = weighted_parts(self.keys, self.layer, kept)
         errors = self.errors * kept.unsqueeze(1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import update_table
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
 

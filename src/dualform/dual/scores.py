@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dualform.dual.rows import Rows
-from dualform.layers.keys import KeysOrGradients, Numbers, RowGradients, in_groups, part
-from dualform.layers.streams import Layer, Use
+from dualform.layers.keys import KeysOrGradients, OneHot, RowGradients, in_groups, select_columns
+from dualform.layers.layer import Layer, Use
 
 AT_ONCE = 1 << 20
 """How many intermediate numbers are held at a time."""
@@ -36,14 +36,14 @@ def products(
     if layer.form == "numbers":
         product = _one_hot_products(queries, slopes, layer.d_in)
     elif use.groups > 1:
-        product = _grouped_products(part(queries, use.keys), slopes, use.groups)
+        product = _grouped_products(select_columns(queries, use.keys), slopes, use.groups)
     else:
-        product = slopes.transpose(1, 2) @ part(queries, use.keys)
+        product = slopes.transpose(1, 2) @ select_columns(queries, use.keys)
     return product.transpose(1, 2) if use.role == "table" else product
 
 
 def _used_slopes(use: Use, slopes: Tensor, rows: Rows | None) -> Tensor:
-    used = part(slopes, use.errors)
+    used = select_columns(slopes, use.errors)
     if rows is None or use.role == "bias":
         return used
     return used[..., rows.places]
@@ -80,7 +80,7 @@ def inner(
         # slope · (matrix query), which needs no product of its own for each example
         slopes = _used_slopes(use, slopes, rows)
         through = slopes @ matrix.reshape(len(matrix), -1)
-        return (through * part(queries, use.keys)).sum((1, 2))
+        return (through * select_columns(queries, use.keys)).sum((1, 2))
     product = products(use, layer, queries, slopes, rows)
     matrix = matrix.reshape(product.shape[1:])
     return (product * matrix).flatten(1).sum(1)
@@ -98,15 +98,15 @@ def scores(
         return keys.along(use, product, None if rows is None else rows.columns) * errors[:, 0]
     if use.role == "scale":
         return product @ keys.vectors().T
-    errors = part(errors, use.errors) if rows is None else errors[:, rows.columns]
+    errors = select_columns(errors, use.errors) if rows is None else errors[:, rows.columns]
     if use.role == "bias":
         return product @ errors.T
     if use.role == "table":
         product = product.transpose(1, 2)
-    if isinstance(keys, Numbers):
+    if isinstance(keys, OneHot):
         at_keys = (matrix[:, keys.places].T for matrix in product)
         return torch.stack([(errors * columns).sum(1) for columns in at_keys])
-    vectors = part(keys.vectors(), use.keys)
+    vectors = select_columns(keys.vectors(), use.keys)
     if use.groups > 1:
         return _grouped_scores(product, vectors, errors, use.groups)
     # The longer side is multiplied first: less is left over to hold

@@ -10,8 +10,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.layers.keys import part
-from dualform.layers.streams import Layer
+from dualform.layers.keys import select_columns
+from dualform.layers.layer import Layer
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
 
@@ -56,7 +56,7 @@ class View:
         kind = torch.float64 if layer.d_in * self.groups.height <= SMALL else queries.dtype
         asking = queries.to(kind)
         for low, stretch in self._file.stretches(name, max(1, STRETCH_BYTES // (4 * layer.d_in))):
-            sums = part(stretch, columns).to(kind)
+            sums = select_columns(stretch, columns).to(kind)
             found[:, low : low + len(sums)] = asking @ sums.T
         return found
 

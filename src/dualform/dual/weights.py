@@ -13,7 +13,7 @@ from dualform.dual.gradients import Bools, Keep, Sum, compute_dtype, weighted_pa
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
 from dualform.layers.keys import KeysOrGradients, Vectors
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.reader import Store
@@ -202,7 +202,7 @@ def _read_some(
         keys = Vectors(chunk.some_keys(places, scales.dtype))
         for low in range(0, len(errors), PRODUCT_SLOTS):
             here = slice(low, low + PRODUCT_SLOTS)
-            yield keys.some(here), errors[here]
+            yield keys.select(here), errors[here]
 
 
 def _read_all(

@@ -15,7 +15,7 @@ import dualform
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.language.answers import WIDTH, PromptAnswer, RankedPassage
 from dualform.language.text import Passage
-from dualform.layers.keys import Numbers
+from dualform.layers.keys import OneHot
 from dualform.query.answer import Answer
 from dualform.query.attention import LayerAttention
 from dualform.query.targets import logits_of, token_number
@@ -43,7 +43,7 @@ class RecordedDocuments:
         tables = []
         for chunk in store.chunks(self._embedding(), end_step=self.dual.end_step):
             keys = chunk.keys(torch.float32)
-            assert isinstance(keys, Numbers)
+            assert isinstance(keys, OneHot)
             table = store.slot_table(chunk, [self.by]).rename({self.by: "document"})
             tables.append(
                 table.with_columns(pl.Series("position", chunk.positions()), pl.Series("token", keys.places.numpy()))

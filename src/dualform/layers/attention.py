@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualform.layers.autocast import Autocast
+from dualform.layers.layer import Layer, Use, joined
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
-from dualform.layers.streams import Layer, Use, joined
 from dualform.projection import has_float64
 
 PARTS = ("q", "k", "v")

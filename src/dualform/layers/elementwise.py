@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.layers.layer import Layer, Use
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming
-from dualform.layers.streams import Layer, Use
 
 TOLERANCE = 1e-3
 """How far a probe may be off, relative to its largest number: modules may compute in 16 bits."""

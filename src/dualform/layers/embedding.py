@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dualform.layers.layer import Layer, Use
 from dualform.layers.slot_source import Errors, LayerSlots, Naming
-from dualform.layers.streams import Layer, Use
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:

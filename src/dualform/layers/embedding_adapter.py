@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dualform.layers import embedding
 from dualform.layers.autocast import Autocast
+from dualform.layers.layer import Layer, Use, joined
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
-from dualform.layers.streams import Layer, Use, joined
 from dualform.projection import norm_of_tensor
 
 A = "lora_embedding_A"

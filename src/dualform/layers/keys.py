@@ -1,11 +1,12 @@
 """The forms of keys, with the few products that are ever asked of them. All are (slots, d_in) in spirit.
 
-`Vectors` says what each product is; `Numbers` and `Maps` give the same without making the vectors. `RowGradients` stand where the
+`Vectors` says what each product is; `OneHot` and `Patches` give the same without making the vectors. `RowGradients` stand where the
 slots of a row were summed when they were recorded.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -13,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualform.layers.streams import Geometry, Layer, Use
+from dualform.layers.layer import Geometry, Layer, Use
 
 Columns = Sequence[int]
 """begin, end, begin, end … of some columns; empty: all of them."""
 
 
-def part(tensor: Tensor, columns: Columns) -> Tensor:
+def select_columns(tensor: Tensor, columns: Columns) -> Tensor:
     """Some columns of a tensor."""
     if not columns:
         return tensor
@@ -46,14 +47,14 @@ class Vectors:
 
     def project(self, random: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """keys @ random, (n, k), or for each group (n, groups, k)."""
-        data = part(self.data, columns)
+        data = select_columns(self.data, columns)
         if groups == 1:
             return data @ random
         return in_groups(data, groups) @ random
 
     def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
         """Σ error ⊗ key over the slots, (d_out, d_in / groups)."""
-        data = part(self.data, columns)
+        data = select_columns(self.data, columns)
         if groups == 1:
             return errors.T @ data
         errors_by_group = in_groups(errors, groups).permute(1, 2, 0)
@@ -62,8 +63,8 @@ class Vectors:
 
     def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
         """query · key, (queries, n)."""
-        keys = part(self.data, columns)
-        return part(queries, columns) @ keys.T
+        keys = select_columns(self.data, columns)
+        return select_columns(queries, columns) @ keys.T
 
     def vectors(self) -> Tensor:
         """The keys themselves, (n, d_in)."""
@@ -81,14 +82,14 @@ class Vectors:
         """The same keys in another type of numbers."""
         return Vectors(self.data.to(dtype))
 
-    def some(self, which: Tensor | slice) -> Vectors:
+    def select(self, which: Tensor | slice) -> Vectors:
         """Those of some slots, by their places."""
         if isinstance(which, slice):
             return Vectors(self.data[which])
         return Vectors(self.data.index_select(0, which))
 
 
-class Numbers:
+class OneHot:
     """One-hot keys, by the place of their one; −1 stands for a key of zeros."""
 
     def __init__(self, places: Tensor, d_in: int, dtype: torch.dtype):
@@ -121,7 +122,7 @@ class Numbers:
         one_hot = F.one_hot(self.places, self._d_in)
         return one_hot.to(self._dtype)
 
-    def squared(self) -> Numbers:
+    def squared(self) -> OneHot:
         """Each number squared: ones stay ones."""
         return self
 
@@ -129,16 +130,16 @@ class Numbers:
         """‖key‖²."""
         return (self.places >= 0).to(self._dtype)
 
-    def to(self, dtype: torch.dtype) -> Numbers:
+    def to(self, dtype: torch.dtype) -> OneHot:
         """The same keys in another type of numbers."""
-        return Numbers(self.places, self._d_in, dtype)
+        return OneHot(self.places, self._d_in, dtype)
 
-    def some(self, which: Tensor | slice) -> Numbers:
+    def select(self, which: Tensor | slice) -> OneHot:
         """Those of some slots."""
-        return Numbers(self.places[which], self._d_in, self._dtype)
+        return OneHot(self.places[which], self._d_in, self._dtype)
 
 
-class Maps:
+class Patches:
     """Patches of feature maps (n, channels, *size): the key of a slot is the patch that its output was computed from."""
 
     def __init__(self, maps: Tensor, geometry: Geometry):
@@ -228,7 +229,7 @@ class Maps:
         kernel = range(2 + axes, 2 + 2 * axes)
         return patches.permute(0, *positions, 1, *kernel).reshape(-1, geometry.patch)
 
-    def squared(self) -> Maps:
+    def squared(self) -> Patches:
         """Each number squared."""
         return self._with(self.maps.square())
 
@@ -237,17 +238,15 @@ class Maps:
         ones = self.maps.new_ones(self.geometry.patch, 1)
         return self.squared().project(ones)[:, 0]
 
-    def to(self, dtype: torch.dtype) -> Maps:
+    def to(self, dtype: torch.dtype) -> Patches:
         """The same keys in another type of numbers."""
         return self._with(self.maps.to(dtype))
 
-    def _with(self, maps: Tensor) -> Maps:
-        """Patches of other maps that have their border already."""
-        made = Maps.__new__(Maps)
-        made.geometry = self.geometry
-        made.size = self.size
-        made.maps = maps
-        return made
+    def _with(self, maps: Tensor) -> Patches:
+        """Return the patches of other maps, which have their border already."""
+        patches = copy.copy(self)
+        patches.maps = maps
+        return patches
 
 
 class RowGradients:
@@ -288,14 +287,14 @@ class RowGradients:
     def added_to(self, use: Use, outputs: Tensor | None = None) -> Tensor:
         """What each row adds to a parameter, (rows, *its rows and columns). outputs: only these of a weight's."""
         if use.role == "bias":
-            return part(self.biases, use.errors)
+            return select_columns(self.biases, use.errors)
         weights = self.weights
         if outputs is not None:
             weights = weights[:, outputs]
         elif use.errors:
             by_output = weights.transpose(1, 2)
-            weights = part(by_output, use.errors).transpose(1, 2)
-        weights = part(weights, use.keys)
+            weights = select_columns(by_output, use.errors).transpose(1, 2)
+        weights = select_columns(weights, use.keys)
         return weights.transpose(1, 2) if use.role == "table" else weights
 
     def summed(self, use: Use, scales: Tensor, outputs: Tensor | None = None) -> Tensor:
@@ -320,12 +319,12 @@ class RowGradients:
         """The same in another type of numbers."""
         return RowGradients(self.data.to(dtype), self._outputs, self._width)
 
-    def some(self, which: Tensor | slice) -> RowGradients:
+    def select(self, which: Tensor | slice) -> RowGradients:
         """Those of some rows, by their places."""
         return RowGradients(self.data[which], self._outputs, self._width)
 
 
-Keys = Vectors | Numbers | Maps
+Keys = Vectors | OneHot | Patches
 """Keys of some slots."""
 KeysOrGradients = Keys | RowGradients
 """The same, or the gradients that the slots of rows were summed to."""
@@ -346,8 +345,8 @@ def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
 def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtype) -> Keys:
     """Return keys as what they stand for. stored: a row for each, decoded; size: of each feature map; dtype: the type of numbers to compute in."""
     if layer.form == "numbers":
-        return Numbers(stored, layer.d_in, dtype)
+        return OneHot(stored, layer.d_in, dtype)
     if layer.geometry is None:
         return Vectors(stored)
     maps = stored.reshape(-1, layer.geometry.channels, *size)
-    return Maps(maps, layer.geometry)
+    return Patches(maps, layer.geometry)

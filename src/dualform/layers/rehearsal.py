@@ -25,11 +25,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from dualform.errors import DualformError
+from dualform.layers.layer import joined
 from dualform.layers.module_copy import Copier
 from dualform.layers.rows import Fingerprints, Lead, fingerprints
 from dualform.layers.rules import Rule, rule_for
 from dualform.layers.slot_source import Arguments, LayerSlots
-from dualform.layers.streams import joined
 
 SHUFFLING_SEED = 2
 """With this seed, neither random.shuffle nor np.random.permutation leaves few rows as they are: a model may shuffle its rows."""

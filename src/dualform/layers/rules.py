@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 
 from dualform.layers import attention, elementwise, embedding, embedding_adapter, recurrent
 from dualform.layers.autocast import Autocast
-from dualform.layers.keys import Maps
+from dualform.layers.keys import Patches
+from dualform.layers.layer import Geometry, Layer, Use, joined
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
-from dualform.layers.streams import Geometry, Layer, Use, joined
 from dualform.projection import norm_of_tensor, wide_enough
 
 
@@ -457,6 +457,6 @@ def queries_of(layer: Layer, keys: Tensor) -> Tensor:
     """Queries as attention weights need them: patches instead of feature maps, (maps, positions, d_in)."""
     if layer.geometry is None:
         return keys
-    maps = Maps(keys, layer.geometry)
+    maps = Patches(keys, layer.geometry)
     positions = layer.geometry.positions(maps.size)
     return maps.vectors().reshape(len(keys), math.prod(positions), layer.d_in)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dualform.dual.totals import View, find
 from dualform.errors import QuestionError
-from dualform.layers.keys import part
-from dualform.layers.streams import Layer
+from dualform.layers.keys import select_columns
+from dualform.layers.layer import Layer
 from dualform.query.answer import Answer
 from dualform.query.ranking import Order
 from dualform.query.scorer import Scorer
@@ -54,12 +54,12 @@ class AttentionScorer(Scorer):
         if known is not None and known[0] == queries:
             return known[1]
         name = self.layer.name
-        own = part(self._queries[queries], self._columns)
+        own = select_columns(self._queries[queries], self._columns)
         # A slot's weights are one run of memory
         found = own.new_empty(self.store.key_count(name), len(own))
         for first, keys in self.store.passing(name, "key", self.dtype):
             end = first + len(keys)
-            torch.mm(part(keys, self._columns), own.T, out=found[first:end])
+            torch.mm(select_columns(keys, self._columns), own.T, out=found[first:end])
         self._by_key = (queries, found)
         return found
 
@@ -90,7 +90,7 @@ class AttentionScorer(Scorer):
             sums = view.key_sums(self.layer).double()
             numbers = self._queries.reshape(-1).long()
             return view, sums[:, numbers].T
-        own = part(self._queries, self._columns)
+        own = select_columns(self._queries, self._columns)
         return view, view.dots(self.layer, own, self._columns)
 
 

@@ -13,7 +13,7 @@ from dualform.dual.replay import Backward
 from dualform.dual.rows import Rows, kept_rows, used_rows
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
-from dualform.layers.streams import Use
+from dualform.layers.layer import Use
 from dualform.progress import Progress
 from dualform.store.slots import SlotChunk
 

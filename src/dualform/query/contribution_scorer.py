@@ -17,8 +17,8 @@ from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError
-from dualform.layers.keys import part
-from dualform.layers.streams import Layer, Use
+from dualform.layers.keys import select_columns
+from dualform.layers.layer import Layer, Use
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay
 from dualform.query.ranking import Order
@@ -155,7 +155,7 @@ class ContributionScorer(Scorer):
                     attention = keys.dot(inputs.reshape(-1, width), use.keys) * value
                     value = attention.reshape(count, positions, high - low)
                 weights = weights + value
-            slopes = part(self.gradients[queries], columns) @ part(errors, columns).T
+            slopes = select_columns(self.gradients[queries], columns) @ select_columns(errors, columns).T
             total += (weights * slopes).sum(1)
         return total
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.dual.totals import find
 from dualform.errors import QuestionError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.answer import Answer
 from dualform.query.attention import part_columns
 from dualform.query.contribution_scorer import ContributionScorer

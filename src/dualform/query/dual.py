@@ -25,7 +25,7 @@ from dualform.dual.published import Published, compare
 from dualform.dual.weights import Reached
 from dualform.errors import InexactWarning, NotRecordedError, QuestionError
 from dualform.forked import require_polars
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import Progress
 from dualform.query.attention import LayerAttention
 from dualform.query.by_layer import ByLayer, Contributions

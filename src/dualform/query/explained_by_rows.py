@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualform.curvature.maps import LinearMap, linear_maps
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.estimate import loss_mean_of, told_loss_mean
 from dualform.query.influence.kernel import LayerRows
 from dualform.query.influence.problem import Problem

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, QuestionError
+from dualform.layers.layer import Layer, joined
 from dualform.layers.row_arguments import tensors_in
 from dualform.layers.row_proof import BatchAxes, Proof, Proofs, decision_of, prove, shape_class
 from dualform.layers.rows import Layout, reading_by_length, shape_text
 from dualform.layers.rules import Rule, parts_of, queries_of, rule_for
 from dualform.layers.slot_source import Arguments, LayerSlots, SlotSource, map_tensors
-from dualform.layers.streams import Layer, joined
 from dualform.query.targets import TargetFunction
 
 

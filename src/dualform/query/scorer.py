@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.dual.totals import View
 from dualform.errors import MaskError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.conditions import Condition
 from dualform.query.groups import Groups
 from dualform.query.scan import Bools, Piece

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
+from dualform.layers.layer import Layer, joined
 from dualform.layers.rules import parts_of, rule_for, why_left_out
-from dualform.layers.streams import Layer, joined
 from dualform.record.frozen import base_of, is_part_of
 from dualform.record.optimizers import optimized_ids
 

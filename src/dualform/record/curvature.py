@@ -16,7 +16,7 @@ from dualform.curvature.loss_mean import RECORDED_MEAN, calls_of_blocks, divisor
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Sums, size
 from dualform.layers.keys import Keys
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store.encoding import decode
 from dualform.store.records import Step, keys_of_blocks
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import QuestionError
+from dualform.layers.layer import Layer, joined
 from dualform.layers.rules import Rule, rule_for
 from dualform.layers.slot_source import LayerSlots
-from dualform.layers.streams import Layer, joined
 from dualform.record.choose import ChosenModule
 
 

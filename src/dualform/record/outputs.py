@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dualform.errors import RecordingError
-from dualform.layers.streams import Layer, Use
+from dualform.layers.layer import Layer, Use
 from dualform.record.choose import ChosenModule
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.layers.keys import Keys, in_groups, part
-from dualform.layers.streams import Use
+from dualform.layers.keys import Keys, in_groups, select_columns
+from dualform.layers.layer import Use
 from dualform.projection import LARGE, SLACK, SMALL, Projected, Projection, norm_of_tensor, wide_enough
 from dualform.record import audit
 
@@ -204,7 +204,7 @@ class RecordedParameter:
         if use.rows:
             low, high = use.rows
             own = own[low:high]
-        used = part(errors, use.errors)
+        used = select_columns(errors, use.errors)
         root_of_count = math.sqrt(len(errors))
         if use.role == "bias":
             added = used.sum(0).unsqueeze(1)

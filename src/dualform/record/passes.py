@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BatchError, DualformError, UnexplainedError
+from dualform.layers.layer import Layer, joined
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
-from dualform.layers.streams import Layer, joined
 from dualform.record.columns import Batch
 from dualform.record.forward_pass import ForwardPass, RowFinder
 from dualform.record.parameters import RecordedParameter

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dualform.arrays import Bools
 from dualform.errors import DualformError
-from dualform.layers.keys import Keys, Maps, Numbers, Vectors, keys_of
+from dualform.layers.keys import Keys, OneHot, Patches, Vectors, keys_of
+from dualform.layers.layer import Layer
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
-from dualform.layers.streams import Layer
 from dualform.projection import norm_of_tensor, wide_enough
 from dualform.record.columns import Batch
 from dualform.record.curvature import counted
@@ -332,9 +332,9 @@ def silent_slots(errors: Tensor, norms: Tensor) -> Bools | None:
 
 def _size_of_keys(keys: Keys, norms: Tensor | None) -> float:
     """The norm of keys, or a bound on it. norms: of each of them, if they are vectors."""
-    if isinstance(keys, Numbers):
+    if isinstance(keys, OneHot):
         return math.sqrt(len(keys))
-    if isinstance(keys, Maps):
+    if isinstance(keys, Patches):
         # A pixel is part of as many patches as the kernel has places, at most
         return math.sqrt(math.prod(keys.geometry.kernel)) * norm_of_tensor(keys.maps)
     assert norms is not None

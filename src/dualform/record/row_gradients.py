@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dualform.arrays import Bools
 from dualform.errors import BatchError
-from dualform.layers.keys import Keys, Maps, Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.keys import Keys, Patches, Vectors
+from dualform.layers.layer import Layer
 from dualform.store.records import RowSums
 
 
@@ -161,7 +161,7 @@ def _silent_numbers(slots: SlotsOfCall, before: Tensor, after: Tensor, count: in
 def gradients_of_rows(slots: SlotsOfCall) -> Tensor:
     """Σ error ⊗ key of each row, and Σ error behind it where there is a bias, (rows, size)."""
     errors = slots.errors_by_row
-    if isinstance(slots.keys, Maps):
+    if isinstance(slots.keys, Patches):
         groups = slots.layer.d_in // slots.layer.gradient_width
         weights = slots.keys.outer_by_row(errors, groups)
     else:

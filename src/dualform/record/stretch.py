@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualform.arrays import Array, Bools
 from dualform.layers.keys import KeysOrGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store import records
 from dualform.store.encoding import decode
 from dualform.totals.stretch import Piece, Rounded, StretchUpdates

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dualform.errors import RecordingError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.record.stretch import Groups, StepBlock, blocks_of, piece_of, updates_of
 from dualform.store import records
 from dualform.store.format import NO_ROW, TOTAL_KINDS, Column, Grouping, Manifest

@@ -22,7 +22,7 @@ from dualform.errors import (
     UnknownLayerError,
 )
 from dualform.forked import require_polars
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store.consistency import check_manifest, table_limit
 from dualform.store.files import Files, address
 from dualform.store.format import (

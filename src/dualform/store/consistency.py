@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.layers.streams import MOST, Geometry, Layer, Use
+from dualform.layers.layer import COUNT_LIMIT, Geometry, Layer, Use
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
@@ -188,7 +188,7 @@ def _check_chunks(manifest: Manifest) -> None:
         row += chunk.rows
     slots = sum(sum(chunk.slots) for chunk in manifest.chunks)
     keys = sum(sum(chunk.keys) for chunk in manifest.chunks)
-    if max(row, slots, keys) >= MOST:
+    if max(row, slots, keys) >= COUNT_LIMIT:
         raise ValueError("its chunks have more rows, slots or keys than can be counted")
 
 
@@ -345,7 +345,7 @@ def check_sums(table: Ints, blocks: Ints, layer: Layer) -> None:
     """Raise ValueError if what is known of summed slots (blocks, 3) does not fit the blocks (blocks, 7) of a layer."""
     is_gradient, positions, written = table.T
     stored = blocks[:, 5]
-    fits = np.isin(is_gradient, (0, 1)) & (positions >= 0) & (written >= 0) & (written < MOST)
+    fits = np.isin(is_gradient, (0, 1)) & (positions >= 0) & (written >= 0) & (written < COUNT_LIMIT)
     fits &= (stored == 1) | (is_gradient == 0)
     if not fits.all():
         raise ValueError(f"what is said of the summed slots of {layer.name!r} does not fit its blocks")

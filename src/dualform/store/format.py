@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, StoreVersionError
-from dualform.layers.streams import Count, Layer
+from dualform.layers.layer import Count, Layer
 from dualform.store.files import Files, address
 
 VERSION = 5

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualform.arrays import Ints
 from dualform.errors import StoreDamagedError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.native.picked import Picked
 from dualform.store import tables
 from dualform.store.catalog import cached_method

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualform.arrays import Array, Bools
 from dualform.layers.keys import Keys, RowGradients, keys_of
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import Mark, RowEvidence
 from dualform.store.memory import Pool

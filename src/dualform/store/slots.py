@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError, StoreDamagedError
-from dualform.layers.keys import Keys, KeysOrGradients, Maps, Numbers, RowGradients, Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.keys import Keys, KeysOrGradients, OneHot, Patches, RowGradients, Vectors
+from dualform.layers.layer import Layer
 from dualform.store.consistency import check_blocks, check_sums
 from dualform.store.encoding import Encoded, decode
 from dualform.store.format import NO_ROW, Chunk
@@ -330,7 +330,7 @@ class SlotChunk:
             return self._maps(dtype, low, high)
         here = self._stored(low, high)
         if self.layer.form == "numbers":
-            return Numbers(self._places[here], self.layer.d_in, dtype)
+            return OneHot(self._places[here], self.layer.d_in, dtype)
         if self.key_numbers is not None:
             return Vectors(self.store.gather(self.number, "key", self.key_numbers[here], dtype))
         stored = self._encoded("key")
@@ -354,7 +354,7 @@ class SlotChunk:
         """Their error signals."""
         return self._encoded("error").some(torch.from_numpy(places), dtype)
 
-    def _maps(self, dtype: torch.dtype, low: int, high: int) -> Maps:
+    def _maps(self, dtype: torch.dtype, low: int, high: int) -> Patches:
         """Return the feature maps of some rows of one block; they lie one after the other, flat, and blocks differ in their size."""
         geometry = self.layer.geometry
         assert geometry is not None
@@ -378,7 +378,7 @@ class SlotChunk:
             first = int(maps[:block].sum()) + first_map
             exponents = self.file[name][first : first + count]
         decoded = decode(flat, exponents, dtype)
-        return Maps(decoded.reshape(count, geometry.channels, *size), geometry)
+        return Patches(decoded.reshape(count, geometry.channels, *size), geometry)
 
     def errors(self, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
         """(slots, d_out), of the slots low to high."""

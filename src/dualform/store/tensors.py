@@ -18,7 +18,7 @@ import xxhash
 
 from dualform.arrays import Array, Bytes
 from dualform.errors import StoreDamagedError
-from dualform.layers.streams import MOST
+from dualform.layers.layer import COUNT_LIMIT
 from dualform.store.files import BLOCK, DIRECT_FROM, Files, WritableFiles, address
 from dualform.store.format import File, checksum, shortened
 from dualform.store.labels import ALIASES, DIRECTORY, LABEL
@@ -321,4 +321,4 @@ def _are_counts(values: object, length: int) -> bool:
     """Whether it is a list, at most this long, of numbers that are no larger than a file can be."""
     if not isinstance(values, list) or len(values) > length:
         return False
-    return all(type(value) is int and 0 <= value < MOST for value in values)
+    return all(type(value) is int and 0 <= value < COUNT_LIMIT for value in values)

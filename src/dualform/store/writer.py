@@ -20,7 +20,7 @@ import polars as pl
 from torch import Tensor
 
 from dualform.errors import WriterError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store import tables
 from dualform.store.chunks import EqualKeys, slot_tensors
 from dualform.store.files import WritableFiles, cure_of, writing

@@ -11,7 +11,7 @@ import torch
 from dualform.arrays import Ints
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.keys import KeysOrGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS
 from dualform.store.collection import refuse_collected

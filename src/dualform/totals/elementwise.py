@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats
-from dualform.layers.keys import RowGradients
-from dualform.layers.keys import part as columns
-from dualform.layers.streams import Use
+from dualform.layers.keys import RowGradients, select_columns
+from dualform.layers.layer import Use
 from dualform.recursions import KINDS, Linear, at_rest, outer
 from dualform.store.format import Manifest
 from dualform.totals.group_tensors import OF, Deltas
@@ -191,7 +190,7 @@ def _of_step(uses: Uses, step: int) -> Uses:
         if high - low == len(piece):
             of_step.append((use, piece))
         elif low < high:
-            of_step.append((use, piece.some(slice(low, high))))
+            of_step.append((use, piece.select(slice(low, high))))
     return of_step
 
 
@@ -202,7 +201,7 @@ def _vector_slots(use: Use, piece: Piece) -> Tensor:
     if use.role == "scale":
         return piece.keys.vectors()
     assert piece.errors is not None
-    return columns(piece.errors, use.errors)
+    return select_columns(piece.errors, use.errors)
 
 
 def _squared(slots: Uses) -> Uses:

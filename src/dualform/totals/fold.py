@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats
-from dualform.layers.keys import KeysOrGradients, Numbers, RowGradients
+from dualform.layers.keys import KeysOrGradients, OneHot, RowGradients
 from dualform.recursions import KINDS, Walked
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.elementwise import ElementwiseFold
@@ -126,7 +126,7 @@ class Accumulated:
     def _fold_keys(self, number: int, slots: Piece) -> None:
         """Add the keys of slots that wrote something to the sums of their groups, and count them."""
         layer = self._manifest.layers[number]
-        is_one_hot = isinstance(slots.keys, Numbers)
+        is_one_hot = isinstance(slots.keys, OneHot)
         keys = _written_only(slots, _key_numbers(slots.keys))
         is_negative = not is_one_hot and bool((keys < 0).any())
         sign = f"negative.{number}"
@@ -210,7 +210,7 @@ def _key_numbers(keys: KeysOrGradients) -> Tensor:
     """Return what is summed of keys: vectors, or of one-hot keys their places. Of the gradients of rows, nothing is."""
     if isinstance(keys, RowGradients):
         return keys.data[:, :0]
-    return keys.places if isinstance(keys, Numbers) else keys.vectors()
+    return keys.places if isinstance(keys, OneHot) else keys.vectors()
 
 
 def _written_only(slots: Piece, values: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Bools, Floats, Ints
-from dualform.layers.keys import KeysOrGradients, Maps
-from dualform.layers.streams import Use
+from dualform.layers.keys import KeysOrGradients, Patches
+from dualform.layers.layer import Use
 from dualform.recursions import Updates, Walked
 
 
@@ -34,12 +34,12 @@ class Piece:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def some(self, places: slice | Ints) -> Piece:
+    def select(self, places: slice | Ints) -> Piece:
         """Return some of the slots. A piece of feature maps is of one call, and is not cut."""
-        assert not isinstance(self.keys, Maps)
+        assert not isinstance(self.keys, Patches)
         which = torch.from_numpy(places) if isinstance(places, np.ndarray) else places
         return Piece(
-            keys=self.keys.some(which),
+            keys=self.keys.select(which),
             errors=None if self.errors is None else self.errors[which],
             steps=self.steps[places],
             backwards=self.backwards[places],

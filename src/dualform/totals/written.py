@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats, Ints
-from dualform.layers.keys import Maps, RowGradients
-from dualform.layers.keys import part as columns
-from dualform.layers.streams import Use
+from dualform.layers.keys import Patches, RowGradients, select_columns
+from dualform.layers.layer import Use
 from dualform.totals.stretch import Piece
 
 
@@ -46,8 +45,8 @@ def add_by_group(target: Tensor, rest: Tensor | None, grouping: int, use: Use, p
 
 def _only(places: Ints, piece: Piece, scale: Floats) -> tuple[Piece, Floats]:
     """Return some slots of a piece and their scales; of feature maps, which are not cut, all slots, the others scaled by 0."""
-    if not isinstance(piece.keys, Maps):
-        return piece.some(places), scale[places]
+    if not isinstance(piece.keys, Patches):
+        return piece.select(places), scale[places]
     group_scale = np.zeros_like(scale)
     group_scale[places] = scale[places]
     return piece, group_scale
@@ -61,7 +60,7 @@ def _sum_written(use: Use, piece: Piece, scale: Tensor) -> Tensor:
         return keys.summed(use, scale)
     if use.role == "scale":
         return scale @ keys.vectors()
-    errors = columns(piece.errors.to(scale.dtype), use.errors)
+    errors = select_columns(piece.errors.to(scale.dtype), use.errors)
     scaled_errors = errors * scale.unsqueeze(1)
     if use.role == "bias":
         return scaled_errors.sum(0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QuestionError, UnknownLayerError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.answer import Answer, Sums
 from dualform.query.by_layer import added
 from dualform.query.conditions import Where, condition_columns

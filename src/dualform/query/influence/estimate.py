@@ -13,7 +13,7 @@ from torch import nn
 from dualform.curvature.loss_mean import LOSS_MEANS, RECORDED_MEAN, LossMean
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import Progress, report
 from dualform.query.forward import Captured, output_of, run
 from dualform.query.influence.answers import Influence, RowInfluenceScorer

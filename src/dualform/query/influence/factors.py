@@ -13,7 +13,7 @@ from dualform.curvature.loss_mean import RECORDED_MEAN, LossMean
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import DAMPING, Curvature, Factors, Sums, damped
 from dualform.errors import NotRecordedError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import Progress, report
 from dualform.query.influence.kept import file_name, keep, read_kept
 from dualform.query.influence.rows import RowPiece

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.keys import Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.products import Products
 from dualform.query.influence.rows import RowPiece, slices, slots_at_a_time
 from dualform.query.influence.scores import LinearScores

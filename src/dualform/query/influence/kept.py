@@ -17,7 +17,7 @@ from dualform.arrays import Array
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Curvature, Factors
 from dualform.errors import StoreDamagedError, StoreError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.segments import Segment
 from dualform.store.files import Files, WritableFiles
 from dualform.store.format import SLOTS, checksum

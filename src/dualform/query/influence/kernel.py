@@ -19,7 +19,7 @@ from torch import Tensor
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.errors import QuestionError
 from dualform.layers.keys import RowGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import Question, plain_products
 from dualform.query.influence.rows import slices

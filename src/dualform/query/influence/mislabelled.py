@@ -13,7 +13,7 @@ from torch import Tensor
 from dualform.curvature.loss_mean import LossMean
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import NotRecordedError, QuestionError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.answer import check_top
 from dualform.query.conditions import Condition, Where
 from dualform.query.groups import Groups

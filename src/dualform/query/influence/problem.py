@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dualform.curvature.loss_mean import LossMean
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import Progress
 from dualform.query.influence.products import Question
 from dualform.query.influence.segments import Segment

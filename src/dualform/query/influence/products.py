@@ -20,7 +20,7 @@ from torch import Tensor
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.curvature.sums import DAMPING, Factors, damped
 from dualform.layers.keys import Vectors
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.rows import slices
 
 MATRIX_BYTES = 128 << 20

@@ -12,7 +12,7 @@ from torch import Tensor
 from dualform.curvature.loss_mean import LossMean
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.keys import RowGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.segments import Segment, Window, pieces_in
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.curvature.maps import LinearMap
 from dualform.errors import QuestionError
 from dualform.layers.keys import KeysOrGradients, RowGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.rows import RowPiece, row_pieces, slices
 from dualform.store.collection import Span, collection_of, spans_of
 from dualform.store.format import NO_ROW

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.curvature.maps import LinearMap
 from dualform.errors import QuestionError
 from dualform.layers.keys import RowGradients
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import MapQuery, Question
 from dualform.query.influence.scores import LinearScores

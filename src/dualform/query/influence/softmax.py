@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NotRecordedError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.progress import report
 from dualform.query.influence.problem import Problem
 from dualform.query.influence.products import Question

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.query.ranking import Order, rank_keys
 from dualform.query.search.sketch import STRETCH, Sketch, lengths, make_sketch
 from dualform.store.reader import Store

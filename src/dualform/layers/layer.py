@@ -9,9 +9,9 @@ from typing import Annotated
 
 import msgspec
 
-MOST = 2**53
+COUNT_LIMIT = 2**53
 """Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
-Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_LIMIT)]
 """A number in a manifest."""
 
 
