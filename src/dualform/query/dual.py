@@ -307,10 +307,17 @@ class Dual:
         chosen = self._chosen_layers(layers)
         reached = Reached()
         warned: set[str] = set()
+        # The model may be large, so all segments share one copy of it, one after the other
+        copies: list[nn.Module] = []
 
         def model_at(step: int) -> nn.Module:
             step = self._network.step_with_weights(step)
-            return self._network.module(self._network.weights_at(step, reached=reached, warned=warned))
+            weights = self._network.weights_at(step, reached=reached, warned=warned)
+            if copies:
+                self._network.load(copies[0], weights)
+            else:
+                copies.append(self._network.module(weights))
+            return copies[0]
 
         return estimate(
             self.store,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Network:
         """Whether the architecture is known."""
         return self._model is not None
 
-    def module(self, weights: dict[str, Tensor]) -> nn.Module:
+    def module(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the model with these weights, in evaluation mode."""
         if self._model is None:
             raise QuestionError("this needs the model: dualform.open(path, model).")
@@ -45,12 +45,16 @@ class Network:
         shared = {id(p): _alias(p) for name, p in self._model.named_parameters() if name in self._store.manifest.base}
         module = copy.deepcopy(self._model, shared)
         rebind_forwards(self._model, module)
+        self.load(module, weights)
+        return module.eval()
+
+    def load(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Put weights into a copy that `module()` returned."""
         with torch.no_grad():
             for name, value in module.state_dict(keep_vars=True).items():
                 is_given = name in weights and name not in self._aliases
                 if is_given and isinstance(value, Tensor) and not nn.parameter.is_lazy(value):
                     value.data.copy_(weights[name])
-        return module.eval()
 
     def weights_at(
         self,
