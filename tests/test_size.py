@@ -71,7 +71,7 @@ def large(tmp_path_factory):
 def test_questions_stay_within_their_memory(large):
     assert dualform.open(large).store.nbytes > 1.1e9
     out = subprocess.run(
-        [sys.executable, "-c", QUESTIONS, str(large)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", QUESTIONS, str(large)], capture_output=True, text=True, check=False, timeout=900
     )
     assert out.returncode == 0, out.stderr
     assert int(out.stdout) <= 512, f"{out.stdout} MB beyond what was there"
