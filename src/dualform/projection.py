@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-Projected = np.ndarray[Any, np.dtype[np.float64]]
+from dualform.arrays import Floats
+
+Projected = Floats
 """A tensor seen through R, (rows × columns of R,)."""
 
 SLACK = 64.0

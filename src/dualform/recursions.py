@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from dualform.arrays import Floats, Ints
+
 Settings = Mapping[str, float]
 Shape = tuple[int, ...]
 Factor = float | Tensor

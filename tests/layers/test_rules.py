@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dualform.dual.gradients import of_slots
+from dualform.layers.convolution import geometry_of
 from dualform.layers.keys import OneHot, Patches, Vectors
 from dualform.layers.layer import Geometry, joined
 from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
-from dualform.layers.rules import RULES, geometry_of, queries_of, rule_for, why_left_out
+from dualform.layers.rules import RULES, queries_of, rule_for, why_left_out
 from dualform.layers.slot_source import SlotSource, map_tensors
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder

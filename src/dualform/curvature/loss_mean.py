@@ -8,20 +8,19 @@ backward pass: its slots that are not silent. For a classifier these are the row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Floats, Ints
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.records import Block, written_slots
 from dualform.store.slots import SlotChunk
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 LOSS_MEANS = ("tokens", "rows", "none")
 """What a loss may be a mean over: the positions that have a loss, the rows of the batch, or nothing (a sum)."""
 RECORDED_MEAN = "tokens"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.layers.keys import Keys, OneHot, RowGradients, select_columns
-from dualform.layers.layer import Layer, Use
+from dualform.layers.layer import Layer, Use, spans
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,8 @@ def linear_maps(layer: Layer) -> list[LinearMap]:
 
 def _elementwise_maps(layer: Layer) -> list[LinearMap]:
     scales = [use for use in layer.uses if use.role == "scale"]
-    biases = [use for use in layer.uses if use.role == "bias"]
     of_scales = [LinearMap(0, layer.d_in, 1.0, of_parts=True) for _ in scales]
-    of_biases = [LinearMap(0, _outputs(layer), 1.0) for _ in biases]
+    of_biases = [LinearMap(0, layer.kept_outputs, 1.0) for _ in layer.biases()]
     return of_scales + of_biases
 
 
@@ -100,10 +99,10 @@ def _map_of(layer: Layer, uses: Sequence[Use]) -> LinearMap:
     columns: tuple[int, ...] = ()
     if all(use.keys for use in uses):
         columns = tuple(edge for use in uses for edge in use.keys)
-    biases = [use for use in layer.uses if use.role == "bias" and use.errors == errors]
+    biases = [use for use in layer.biases() if use.errors == errors]
     return LinearMap(
         width=(_length(columns) or layer.d_in) // groups,
-        outputs=(_length(errors) or _outputs(layer)) // groups,
+        outputs=(_length(errors) or layer.kept_outputs) // groups,
         constant=math.sqrt(len(biases)),
         keys=columns,
         errors=errors,
@@ -112,10 +111,5 @@ def _map_of(layer: Layer, uses: Sequence[Use]) -> LinearMap:
     )
 
 
-def _outputs(layer: Layer) -> int:
-    """How long error signals are; of a layer with outputs=, as they were kept."""
-    return len(layer.outputs) or layer.d_out
-
-
 def _length(columns: tuple[int, ...]) -> int:
-    return sum(columns[1::2]) - sum(columns[::2])
+    return sum(end - begin for begin, end in spans(columns))

@@ -13,8 +13,9 @@ import polars as pl
 from cachetools import LRUCache, cached
 
 from dualform import recursions
+from dualform.arrays import Floats
 from dualform.errors import NotRecordedError
-from dualform.recursions import KINDS, Floats, Walked
+from dualform.recursions import KINDS, Walked
 from dualform.store.collection import refuse_collected
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

@@ -18,8 +18,8 @@ from torch import Tensor
 from dualform.dual.coefficients import recorded_updates, update_table
 from dualform.dual.gradients import Call, Replayed, description
 from dualform.dual.rounding import roundoff, storage_roundoff
-from dualform.dual.rows import kept_rows, used_rows
-from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, select_columns
+from dualform.dual.rows import kept_rows
+from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, select_columns, used_rows
 from dualform.layers.layer import Use
 from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store

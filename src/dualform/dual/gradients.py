@@ -13,11 +13,11 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Floats
 from dualform.dual.coefficients import Updates
-from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
-from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns
+from dualform.dual.rows import Rows, kept_rows
+from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns, used_rows
 from dualform.layers.layer import Layer, Use
-from dualform.recursions import Floats
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
@@ -222,7 +222,7 @@ class Replayed:
         self.dtype = compute_dtype(store, self._parameter)
         self.shape = self._shape()
         self._users = store.users(self._parameter)
-        self._uses = {layer.name: uses_of(layer, self._parameter) for layer in self._users}
+        self._uses = {layer.name: layer.uses_of(self._parameter) for layer in self._users}
         self._is_vector = store.is_vector(self._parameter)
         self._open: _OpenChunk | None = None
 

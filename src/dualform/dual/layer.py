@@ -67,8 +67,7 @@ class DualLayer:
     @cached_property
     def bias(self) -> Tensor | None:
         """The bias from its own slots (its key is the constant 1), (d_out,)."""
-        names = [use.parameter for use in self._layer.uses if use.role == "bias"]
-        biases = {name: self._rebuilt(name) for name in names}
+        biases = {use.parameter: self._rebuilt(use.parameter) for use in self._layer.biases()}
         bias = as_bias(self._layer, biases)
         return None if bias is None else bias.to(self._dtype)
 
@@ -129,7 +128,7 @@ class DualLayer:
         by_slot = self._plain_coefficients()
         wanted = torch.as_tensor(slots, dtype=torch.int64)
         taken_keys = torch.zeros(len(wanted), self._layer.d_in, dtype=self._dtype)
-        taken_values = torch.zeros(len(wanted), self._kept_outputs, dtype=self._dtype)
+        taken_values = torch.zeros(len(wanted), self._layer.kept_outputs, dtype=self._dtype)
         for chunk in self._chunks():
             in_chunk = wanted - chunk.first_slot
             is_here = (in_chunk >= 0) & (in_chunk < chunk.slots)
@@ -152,10 +151,6 @@ class DualLayer:
                 keys = chunk.keys(self._dtype, low, high)
                 yield chunk, low, high, keys
 
-    @property
-    def _kept_outputs(self) -> int:
-        return len(self._layer.outputs) or self._layer.d_out
-
     # Attention
 
     def attention_weights(self, query: Tensor) -> Tensor:
@@ -175,7 +170,7 @@ class DualLayer:
         if self._coefficients is None or not self._is_one_matrix or self._store.is_summed(self.name):
             return query @ self.learned.T
         flat = query.reshape(-1, query.shape[-1])
-        total = torch.zeros(len(flat), self._kept_outputs, dtype=torch.float64)
+        total = torch.zeros(len(flat), self._layer.kept_outputs, dtype=torch.float64)
         for chunk, low, high, keys in self._pieces():
             piece = values(chunk, self._coefficients, low, high, self._dtype)
             weights = keys.dot(flat)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Floats
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, update_table, updates_of, walked
 from dualform.dual.gradients import Call, Replayed, Step, Sum, compute_dtype, description
 from dualform.dual.replay import starting_moment, step_on
 from dualform.layers.layer import Layer
-from dualform.recursions import KINDS, Floats, outer
+from dualform.recursions import KINDS, outer
 from dualform.store.reader import Store
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 

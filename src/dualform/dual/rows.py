@@ -1,49 +1,35 @@
-"""Which rows of a parameter a question, a use or a recording is about."""
+"""Which rows of a parameter were recorded, and which a question needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.dual.coefficients import update_table
-from dualform.layers.layer import Layer, Use
+from dualform.layers.layer import Use
 from dualform.recursions import KINDS
 from dualform.store.reader import Store
-
-Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a parameter: those whose error signals were kept, or those that a question is about."""
+    """Some rows of a parameter: those whose error signals were kept, or those that a question needs."""
 
     places: Tensor
-    """Of the parameter."""
+    """Their numbers in the parameter."""
     columns: Tensor
-    """Of the stored error signals."""
+    """Their columns in the stored error signals."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor like the parameter."""
+        """Return these rows of a tensor shaped like the parameter."""
         return tensor[self.places]
 
 
-def uses_of(layer: Layer, parameter: str) -> list[Use]:
-    """How a layer uses a parameter."""
-    return [use for use in layer.uses if use.parameter == parameter]
-
-
-def used_rows(use: Use, parameter: Array) -> Array:
-    """Return the rows of a parameter that a use is of, as a view."""
-    return parameter[use.rows[0] : use.rows[1]] if use.rows else parameter
-
-
 def kept_rows(store: Store, parameter: str) -> Rows | None:
-    """The rows of a parameter whose error signals were kept; None: all."""
+    """Return the rows of a parameter whose error signals were kept; None: all of them."""
     for layer in store.users(parameter):
         names = [use.parameter for use in layer.bilinear()]
         if layer.outputs and parameter in names:
@@ -53,14 +39,10 @@ def kept_rows(store: Store, parameter: str) -> Rows | None:
 
 
 def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | None:
-    """Some rows of a parameter, if they can be had without the others; None if not."""
+    """Return some rows of a parameter, if they can be computed without the others; None if they cannot."""
     users = store.users(parameter)
-    uses = [use for layer in users for use in uses_of(layer, parameter)]
-    if len(uses) != 1:
-        return None
-    use = uses[0]
-    is_part = bool(use.rows or use.errors)
-    if use.role != "weight" or is_part or use.groups > 1 or _needs_all_rows(store, parameter):
+    uses = [use for layer in users for use in layer.uses_of(parameter)]
+    if len(uses) != 1 or not _is_plain_weight(uses[0]) or _needs_all_rows(store, parameter):
         return None
     units = sorted(map(int, wanted))
     places = torch.tensor(units, dtype=torch.int64)
@@ -70,8 +52,13 @@ def chosen_rows(store: Store, parameter: str, wanted: Sequence[int]) -> Rows | N
     return Rows(places, torch.tensor([outputs.index(unit) for unit in units]))
 
 
+def _is_plain_weight(use: Use) -> bool:
+    """Whether row i of the parameter belongs to output unit i of the layer."""
+    return use.role == "weight" and use.groups == 1 and not use.rows and not use.errors
+
+
 def _needs_all_rows(store: Store, parameter: str) -> bool:
-    """Whether the optimizer of a parameter cannot be replayed for some of its rows."""
+    """Whether the optimizer of a parameter cannot be replayed for single rows."""
     if store.manifest.keep != "slots":
         return False
     kinds = update_table(store, parameter, 0, store.end_step)["optimizer"].unique()

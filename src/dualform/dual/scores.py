@@ -1,7 +1,8 @@
-"""What a slot adds to a target: ⟨∂target/∂parameter, coefficient ⊙ error signal ⊗ key⟩, for every use of a parameter.
+"""What a slot contributes to a target: ⟨∂target/∂parameter, coefficient ⊙ error signal ⊗ key⟩, for each use of a parameter.
 
-∂target/∂parameter at a query is a sum of slope ⊗ query over its positions. A parameter may be used by one layer at the query
-and by another one at the slot (tied weights): everything is brought to the parameter's own orientation.
+∂target/∂parameter at a query is the sum of slope ⊗ query over its positions, where the slope is the gradient of the target by the
+layer's output. With tied weights, one layer may use a parameter at the query and another at the slot, so products have the shape of the
+parameter.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dualform.dual.rows import Rows
-from dualform.layers.keys import KeysOrGradients, OneHot, RowGradients, in_groups, select_columns
+from dualform.layers.keys import Keys, KeysOrGradients, OneHot, RowGradients, in_groups, select_columns
 from dualform.layers.layer import Layer, Use
 
-AT_ONCE = 1 << 20
-"""How many intermediate numbers are held at a time."""
+BLOCK_NUMBERS = 1 << 20
+"""How many intermediate numbers are computed at a time."""
 
 
 def products(
@@ -24,7 +25,7 @@ def products(
     slopes: Tensor,
     rows: Rows | None,
 ) -> Tensor:
-    """∂target/∂parameter (that part of it which is used), (examples, rows, columns), or (examples, d) for vectors.
+    """Return ∂target/∂parameter for the part of the parameter that is used: (examples, rows, columns), or (examples, d) for vectors.
 
     queries (examples, positions, d_in); slopes (examples, positions, d_out); rows: only these of the parameter.
     """
@@ -75,9 +76,9 @@ def inner(
     matrix: Tensor,
     rows: Rows | None = None,
 ) -> Tensor:
-    """⟨∂target/∂parameter, matrix⟩ for each example, (examples,). matrix: like (that part of) the parameter, or these rows of it."""
+    """Return ⟨∂target/∂parameter, matrix⟩ for each example, (examples,). matrix: shaped like the part that is used, or these rows of it."""
     if use.role == "weight" and layer.form == "vectors" and use.groups == 1:
-        # slope · (matrix query), which needs no product of its own for each example
+        # slope · (matrix query) needs no outer product for each example
         slopes = _used_slopes(use, slopes, rows)
         through = slopes @ matrix.reshape(len(matrix), -1)
         return (through * select_columns(queries, use.keys)).sum((1, 2))
@@ -93,9 +94,13 @@ def scores(
     errors: Tensor,
     rows: Rows | None,
 ) -> Tensor:
-    """⟨product, error signal ⊗ key⟩ for each slot, (examples, slots). product: as above, coefficients included."""
+    """Return ⟨product, error signal ⊗ key⟩ for each slot, (examples, slots).
+
+    product: what `products` returns, times the coefficients of the slots. rows: the rows of the parameter that it has; None: all.
+    """
     if isinstance(keys, RowGradients):
-        return keys.along(use, product, None if rows is None else rows.columns) * errors[:, 0]
+        outputs = None if rows is None else rows.columns
+        return keys.along(use, product, outputs) * errors[:, 0]
     if use.role == "scale":
         return product @ keys.vectors().T
     errors = select_columns(errors, use.errors) if rows is None else errors[:, rows.columns]
@@ -103,13 +108,18 @@ def scores(
         return product @ errors.T
     if use.role == "table":
         product = product.transpose(1, 2)
+    return _matrix_scores(use, product, keys, errors)
+
+
+def _matrix_scores(use: Use, product: Tensor, keys: Keys, errors: Tensor) -> Tensor:
+    """Return the scores for a weight. product: (examples, d_out, d_in); errors: those of the outputs in the product."""
     if isinstance(keys, OneHot):
-        at_keys = (matrix[:, keys.places].T for matrix in product)
-        return torch.stack([(errors * columns).sum(1) for columns in at_keys])
+        by_slot = (matrix[:, keys.places].T for matrix in product)
+        return torch.stack([(errors * columns).sum(1) for columns in by_slot])
     vectors = select_columns(keys.vectors(), use.keys)
     if use.groups > 1:
         return _grouped_scores(product, vectors, errors, use.groups)
-    # The longer side is multiplied first: less is left over to hold
+    # The longer side is multiplied first, so that the intermediate result is small
     if errors.shape[1] > vectors.shape[1]:
         return _bilinear(product.transpose(1, 2), errors, vectors)
     return _bilinear(product, vectors, errors)
@@ -121,7 +131,7 @@ def _grouped_scores(
     errors: Tensor,
     groups: int,
 ) -> Tensor:
-    """The same where each group of a convolution has a linear map of its own."""
+    """Return the scores for a weight with groups, each of which is a linear map of its own."""
     keys = in_groups(keys, groups).transpose(0, 1)
     errors = in_groups(errors, groups).transpose(0, 1)
     blocks = product.reshape(len(product), groups, errors.shape[2], keys.shape[2])
@@ -129,14 +139,14 @@ def _grouped_scores(
 
 
 def _bilinear(product: Tensor, long: Tensor, short: Tensor) -> Tensor:
-    """short · P · long for the P of each example, (examples, slots)."""
+    """Return short · P · long for the P of each example, (examples, slots)."""
     examples, short_width, long_width = product.shape
     slots = len(long)
-    result = product.new_empty(examples, slots)
-    size = max(1, AT_ONCE // max(1, slots * short_width))
+    scores = product.new_empty(examples, slots)
+    size = max(1, BLOCK_NUMBERS // max(1, slots * short_width))
     for low in range(0, examples, size):
         block = product[low : low + size]
         through = long @ block.reshape(-1, long_width).T
         through = through.reshape(slots, len(block), short_width)
-        result[low : low + size] = (through * short.unsqueeze(1)).sum(2).T
-    return result
+        scores[low : low + size] = (through * short.unsqueeze(1)).sum(2).T
+    return scores

@@ -11,9 +11,9 @@ from torch import Tensor
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
 from dualform.dual.gradients import Bools, Keep, Sum, compute_dtype, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
-from dualform.dual.rows import Rows, kept_rows, used_rows, uses_of
-from dualform.layers.keys import KeysOrGradients, Vectors
-from dualform.layers.layer import Layer, Use
+from dualform.dual.rows import Rows, kept_rows
+from dualform.layers.keys import KeysOrGradients, Vectors, used_rows
+from dualform.layers.layer import Layer, Use, spans
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.reader import Store
@@ -155,7 +155,7 @@ def add_slots(
     columns = None if rows is None else rows.columns
     partial_sum = Sum(total.shape, torch.float64 if is_vector else dtype, columns)
     for layer in store.users(parameter):
-        uses = uses_of(layer, parameter)
+        uses = layer.uses_of(parameter)
         only_errors = all(use.role == "bias" for use in uses)
         # What slots write to an elementwise weight is a vector already: it is summed in float64
         own_dtype = torch.float64 if is_vector and not only_errors else dtype
@@ -221,7 +221,7 @@ def _read_all(
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
     """A layer's parameters as the one matrix that maps its key to its output, (outputs, d_in)."""
     first = next(iter(weights.values()))
-    matrix = first.new_zeros(len(layer.outputs) or layer.d_out, layer.d_in)
+    matrix = first.new_zeros(layer.kept_outputs, layer.d_in)
     for use in layer.bilinear():
         weight = used_rows(use, weights[use.parameter].flatten(1))
         if use.role == "table":
@@ -235,7 +235,7 @@ def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
 
 def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
     """A layer's biases as one vector, (outputs,)."""
-    uses = [use for use in layer.uses if use.role == "bias"]
+    uses = layer.biases()
     if not uses:
         return None
     bias = weights[uses[0].parameter].new_zeros(layer.d_out)
@@ -246,8 +246,6 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
 
 def _add_rows(total: Tensor, rows: Tensor, use: Use) -> None:
     """Add what a use makes of its parameter to the outputs that it is of."""
-    ranges = use.errors or (0, len(total))
-    starts = ranges[::2]
-    ends = ranges[1::2]
-    places = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    outputs = use.errors or (0, len(total))
+    places = [torch.arange(begin, end) for begin, end in spans(outputs)]
     total[torch.cat(places)] += rows

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dualform.arrays import Bools
 from dualform.errors import MaskError, QuestionError
 from dualform.language.text import Passage, Text
-from dualform.query.conditions import Bools, evaluate, read_condition
+from dualform.query.conditions import evaluate, read_condition
 
 PARTS = {"both": "", "input": ", input part", "recurrent": ", recurrent part"}
 """The parts of keys and query that can be compared, and how an answer mentions them."""

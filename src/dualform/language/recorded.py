@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import dualform
+from dualform.arrays import Bools
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.language import answers
 from dualform.language.answers import PARTS, WIDTH, PromptAnswer, RankedPassage, Scores
 from dualform.language.description import read_description
 from dualform.query.answer import Answer, Sums
-from dualform.query.conditions import Bools, read_condition
+from dualform.query.conditions import read_condition
 
 GATES = ("i", "f", "g", "o")
 

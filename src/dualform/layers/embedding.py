@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.layers.layer import Layer, Use
-from dualform.layers.slot_source import Errors, LayerSlots, Naming
+from dualform.layers.slot_source import Errors, LayerSlots, Naming, error_of_output
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
@@ -22,7 +22,7 @@ def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[La
     """One slot for each token."""
     assert isinstance(module, nn.Embedding)
     numbers = saved[0]
-    error = None if errors is None else errors[0]
+    error = error_of_output(errors)
     if error is not None:
         error = written(module, numbers, error)
     # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from dualform.layers import embedding
 from dualform.layers.autocast import Autocast
 from dualform.layers.layer import Layer, Use, joined
-from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, SlotSource
+from dualform.layers.slot_source import (
+    Arguments,
+    Errors,
+    LayerSlots,
+    Naming,
+    SlotSource,
+    error_of_output,
+    first_argument,
+)
 from dualform.projection import norm_of_tensor
 
 A = "lora_embedding_A"
@@ -64,8 +72,7 @@ def why_left_out(module: nn.Module) -> str | None:
 
 def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
     """Where the slots of a call come from: the adapters that took part, once more."""
-    positional, named = arguments
-    tokens: Tensor = positional[0] if positional else named["x"]
+    tokens = first_argument(arguments, "x")
     calls = [_Call.of(module, adapter, tokens) for adapter in _in_use(module)]
     autocast = Autocast.now(tokens.device.type)
 
@@ -129,7 +136,7 @@ class _Call:
         of_a = LayerSlots(f"{A}.{self.adapter}", numbers, None)
         # PEFT begins with an A of zeros, which gives the same for every row
         of_b = LayerSlots(f"{B}.{self.adapter}", inner, None, shown=numbers)
-        error = None if errors is None else errors[0]
+        error = error_of_output(errors)
         if error is None:
             return [of_a, of_b]
         # In the types that the training has computed in: autocast multiplies by B in 16 bits

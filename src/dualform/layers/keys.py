@@ -9,25 +9,31 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualform.layers.layer import Geometry, Layer, Use
+from dualform.arrays import Array
+from dualform.layers.layer import Geometry, Layer, Use, spans
 
 Columns = Sequence[int]
 """begin, end, begin, end … of some columns; empty: all of them."""
+Matrix = TypeVar("Matrix", Tensor, Array)
 
 
 def select_columns(tensor: Tensor, columns: Columns) -> Tensor:
-    """Some columns of a tensor."""
+    """Return some columns of a tensor, side by side; a view if they are next to each other."""
     if not columns:
         return tensor
-    begins = columns[::2]
-    ends = columns[1::2]
-    pieces = [tensor[..., begin:end] for begin, end in zip(begins, ends, strict=True)]
+    pieces = [tensor[..., begin:end] for begin, end in spans(columns)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def used_rows(use: Use, parameter: Matrix) -> Matrix:
+    """Return the rows of a parameter that a use is about, as a view."""
+    return parameter[use.rows[0] : use.rows[1]] if use.rows else parameter
 
 
 def in_groups(tensor: Tensor, groups: int) -> Tensor:
@@ -221,7 +227,7 @@ class Patches:
         geometry = self.geometry
         axes = len(self.size)
         patches = self.maps  # (maps, channels, *positions, *kernel) in the end
-        for axis, span in enumerate(geometry.spans):
+        for axis, span in enumerate(geometry.reach):
             stride = geometry.stride[axis]
             dilation = geometry.dilation[axis]
             patches = patches.unfold(2 + axis, span, stride)[..., ::dilation]
@@ -333,10 +339,8 @@ KeysOrGradients = Keys | RowGradients
 def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
     if not any(geometry.padding):
         return maps
-    befores = geometry.padding[::2]
-    afters = geometry.padding[1::2]
     pads: list[int] = []
-    for before, after in zip(befores, afters, strict=True):
+    for before, after in spans(geometry.padding):
         pads = [before, after, *pads]  # F.pad wants the last axis first
     is_constant = geometry.mode == "zeros" or not maps.numel()  # other modes refuse empty maps
     return F.pad(maps, pads, mode="constant" if is_constant else geometry.mode)

@@ -1,4 +1,4 @@
-"""What a recorded layer is: a stream of slots, and how they make up the parameters that it uses."""
+"""What is known of a recorded layer: the sizes of its keys and error signals, and which parameters its slots make up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ COUNT_LIMIT = 2**53
 """Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_LIMIT)]
 """A number in a manifest."""
+
+
+def spans(columns: Sequence[int]) -> list[tuple[int, int]]:
+    """Return begin, end, begin, end … as pairs."""
+    return list(zip(columns[::2], columns[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Use:
     errors: tuple[Count, ...] = ()
     """begin, end, begin, end … of the error signal, if it is a part of it."""
     groups: Count = 1
-    """Key and error signal fall into so many groups, each with a linear map of its own (convolutions)."""
+    """Key and error signal are cut into this many groups, each with a linear map of its own (convolutions)."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,17 @@ class Geometry:
     """How the border is filled: zeros, reflect, replicate, circular."""
 
     @property
-    def spans(self) -> list[int]:
+    def reach(self) -> list[int]:
         """How far a patch reaches along each axis."""
         return [dilation * (length - 1) + 1 for dilation, length in zip(self.dilation, self.kernel, strict=True)]
 
     def positions(self, size: Sequence[int]) -> tuple[int, ...]:
         """How many patches there are along each axis of maps of this size."""
-        found = []
-        for axis, span in enumerate(self.spans):
-            before, after = self.padding[2 * axis : 2 * axis + 2]
+        counts = []
+        for axis, (before, after) in enumerate(spans(self.padding)):
             padded = size[axis] + before + after
-            found.append((padded - span) // self.stride[axis] + 1)
-        return tuple(found)
+            counts.append((padded - self.reach[axis]) // self.stride[axis] + 1)
+        return tuple(counts)
 
     @property
     def patch(self) -> int:
@@ -70,7 +74,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Layer:
-    """One recorded layer: its place in the list of layers is its number in chunks."""
+    """One recorded layer. Its place in the manifest's list of layers is its number in chunks."""
 
     name: str
     kind: str
@@ -95,17 +99,20 @@ class Layer:
         return self.form != "parts"
 
     def vectors(self) -> set[str]:
-        """The parameters that are vectors in spirit (biases, elementwise weights): their gradients are kept themselves."""
+        """The parameters that are vectors (biases, elementwise weights): their own gradients are kept."""
         return {use.parameter for use in self.uses if use.role in ("bias", "scale")}
 
     def bilinear(self) -> list[Use]:
-        """The uses in which an error signal meets a key."""
+        """The uses in which an error signal is multiplied by a key."""
         return [use for use in self.uses if use.role in ("weight", "table")]
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether it has a bias; several share one gradient, Σ error."""
-        return any(use.role == "bias" for use in self.uses)
+    def biases(self) -> list[Use]:
+        """The uses that are biases. All of a layer's biases share one gradient, Σ error."""
+        return [use for use in self.uses if use.role == "bias"]
+
+    def uses_of(self, parameter: str) -> list[Use]:
+        """The uses of one parameter."""
+        return [use for use in self.uses if use.parameter == parameter]
 
     @property
     def kept_outputs(self) -> int:
@@ -120,8 +127,8 @@ class Layer:
 
     @property
     def gradient_size(self) -> int:
-        """How many numbers a row's gradient has: Σ error ⊗ key, and Σ error if there is a bias."""
-        return self.kept_outputs * (self.gradient_width + self.has_bias)
+        """How many numbers the gradient of a row has: Σ error ⊗ key, and Σ error if there is a bias."""
+        return self.kept_outputs * (self.gradient_width + bool(self.biases()))
 
 
 def joined(module: str, layer: str) -> str:

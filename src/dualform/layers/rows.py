@@ -11,22 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Array, Bools, Floats, Ints
 from dualform.errors import AxisError
 from dualform.projection import has_float64
 
 Lead = tuple[int, ...]
 """The shape of a layer's input without its features."""
-Fingerprints = np.ndarray[Any, np.dtype[np.float64]]
+Fingerprints = Floats
 """One number for each vector of an input, shaped like its leading axes. Equal vectors have equal numbers."""
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
-Values = np.ndarray[Any, Any]
-RowMap = np.ndarray[Any, np.dtype[np.int64]]
+RowMap = Ints
 """(rows,): the row of the original batch that stands in each place of an experiment's batch."""
 
 WHOLE = "rows"
@@ -245,9 +243,9 @@ class Experiment:
     numbers: Fingerprints
 
     @property
-    def is_moved(self) -> Flags:
+    def is_moved(self) -> Bools:
         """(rows,): whether another row stands in this place."""
-        moved: Flags = self.rows != np.arange(len(self.rows))
+        moved: Bools = self.rows != np.arange(len(self.rows))
         return moved
 
 
@@ -395,7 +393,7 @@ def _clearly_best(
     return [best] if is_clear else []
 
 
-def _is_flipped_by_rounding(is_off: Flags, found: Fingerprints, before: Fingerprints) -> bool:
+def _is_flipped_by_rounding(is_off: Bools, found: Fingerprints, before: Fingerprints) -> bool:
     """Whether the vectors that are off are few, and most of them are new.
 
     A vector that stood elsewhere in the original input has been moved by the model; rounding makes new vectors.
@@ -441,7 +439,7 @@ def _only_replaced_change(where: RowAxis, before: Fingerprints, replaced: Experi
     return bool(by_row[replaced.is_moved].any()) and _others_stay(where, before, replaced)
 
 
-def _by_row(values: Values, where: RowAxis, rows: int) -> Values | None:
+def _by_row(values: Array, where: RowAxis, rows: int) -> Array | None:
     """A copy shaped (rows, positions), or (1, positions) for shared vectors; None if it cannot be read this way."""
     layout = where.layout(values.shape, rows)
     if layout is None:
@@ -452,7 +450,7 @@ def _by_row(values: Values, where: RowAxis, rows: int) -> Values | None:
     return np.moveaxis(split, layout.axis, 0).reshape(rows, -1).copy()
 
 
-def _like_input(by_row: Flags, where: RowAxis, lead: Lead) -> Flags:
+def _like_input(by_row: Bools, where: RowAxis, lead: Lead) -> Bools:
     """The inverse of `_by_row`."""
     layout = where.layout(lead, len(by_row))
     if layout is None or layout.axis is None:
@@ -506,8 +504,8 @@ def _depend_on_several_rows(before: Fingerprints, replaced: Sequence[Experiment]
     return of_several > (1 - FITTING_SHARE) * len(changes)
 
 
-def _is_changed(before: Fingerprints, replaced: Experiment) -> Flags:
-    changed: Flags = np.abs(replaced.numbers - before) > ROUNDING * _root_mean_square(before)
+def _is_changed(before: Fingerprints, replaced: Experiment) -> Bools:
+    changed: Bools = np.abs(replaced.numbers - before) > ROUNDING * _root_mean_square(before)
     return changed
 
 

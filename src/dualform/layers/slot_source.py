@@ -1,4 +1,4 @@
-"""What a rule finds in a module that has run."""
+"""What rules read from a module that has run: keys and error signals, and where they come from."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from dualform.layers.layer import Use
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Naming = Callable[[str], str]
@@ -52,6 +54,25 @@ class SlotSource:
     """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
     keys: Callable[[], list[LayerSlots]] | None = None
     """The keys alone, where error signals take a second computation; None: they are free."""
+
+
+def first_argument(arguments: Arguments, name: str = "input") -> Tensor:
+    """Return the first argument of a forward pass, given by position or by name."""
+    positional, named = arguments
+    value: Tensor = positional[0] if positional else named[name]
+    return value
+
+
+def bias_uses(module: nn.Module, named: Naming) -> tuple[Use, ...]:
+    """Return the use of a module's bias, if it has one."""
+    if getattr(module, "bias", None) is None:
+        return ()
+    return (Use(named("bias"), "bias"),)
+
+
+def error_of_output(errors: Errors) -> Tensor | None:
+    """Return the gradient of a module's only output."""
+    return None if errors is None else errors[0]
 
 
 def map_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from dualform.arrays import Bools
 from dualform.errors import MaskError, NotRecordedError
 from dualform.query.sql import parse_condition
 from dualform.store.format import NO_ROW
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from dualform.store.reader import Store
     from dualform.store.slots import SlotChunk
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Where = pl.Expr | str
 """A condition as users give it: a Polars expression, or SQL text (sql.py lists what of SQL is understood)."""
 

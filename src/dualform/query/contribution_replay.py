@@ -10,9 +10,10 @@ from torch import Tensor
 from dualform.dual.coefficients import Updates, is_elementwise
 from dualform.dual.gradients import calls_of_step, chunk_place
 from dualform.dual.replay import Backward
-from dualform.dual.rows import Rows, kept_rows, used_rows
+from dualform.dual.rows import Rows, kept_rows
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
+from dualform.layers.keys import used_rows
 from dualform.layers.layer import Use
 from dualform.progress import Progress
 from dualform.store.slots import SlotChunk

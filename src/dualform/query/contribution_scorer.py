@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
 from dualform.dual.gradients import description
-from dualform.dual.rows import Rows, chosen_rows, used_rows
+from dualform.dual.rows import Rows, chosen_rows
 from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import View, find
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError
-from dualform.layers.keys import select_columns
+from dualform.layers.keys import select_columns, used_rows
 from dualform.layers.layer import Layer, Use
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay

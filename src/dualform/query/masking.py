@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.dual.gradients import Keep
 from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan, rebuild_each
 from dualform.dual.totals import View, find
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
-from dualform.query.conditions import Bools, Condition, Where, condition_columns, matching_groups, rows_before
+from dualform.query.conditions import Condition, Where, condition_columns, matching_groups, rows_before
 from dualform.query.network import Network, check_all_outputs
 from dualform.store.reader import Store
 

@@ -168,7 +168,7 @@ def gradients_of_rows(slots: SlotsOfCall) -> Tensor:
         assert isinstance(slots.keys, Vectors)
         keys = torch.unflatten(slots.keys.data, 0, errors.shape[:2])
         weights = torch.bmm(errors.transpose(1, 2), keys)
-    if not slots.layer.has_bias:
+    if not slots.layer.biases():
         return weights.flatten(1)
     biases = errors.sum(1)
     return torch.cat([weights.flatten(1), biases], 1)

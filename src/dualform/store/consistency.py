@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dualform.layers.layer import COUNT_LIMIT, Geometry, Layer, Use
+from dualform.arrays import Ints
+from dualform.layers.layer import COUNT_LIMIT, Geometry, Layer, Use, spans
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
@@ -37,7 +38,6 @@ from dualform.store.labels import Label
 from dualform.store.tables import UPDATE_TYPES, row_types
 from dualform.store.tensors import AXES, NAMES, CheckedFile
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Shape = tuple[int | None, ...]
 """None: any length."""
 
@@ -154,10 +154,10 @@ def _width(ranges: Sequence[int], whole: int) -> int:
     """How many columns some ranges (begin, end, begin, end, …) have together; all, if there are none."""
     if not ranges:
         return whole
-    begins, ends = ranges[::2], ranges[1::2]
-    if len(begins) != len(ends) or any(not b <= e <= whole for b, e in zip(begins, ends, strict=True)):
+    is_inside = len(ranges) % 2 == 0 and all(begin <= end <= whole for begin, end in spans(ranges))
+    if not is_inside:
         raise ValueError(f"the ranges {shortened(ranges)} do not lie within {whole} columns")
-    return sum(ends) - sum(begins)
+    return sum(end - begin for begin, end in spans(ranges))
 
 
 def _check_sessions(manifest: Manifest) -> None:
@@ -264,8 +264,7 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
         _require_tensor(file, f"{number}.silent", "BOOL", (slots,))
     slots -= _check_gradients(file, manifest, number)
     if manifest.keep != "keys" and slots:
-        width = len(layer.outputs) or layer.d_out
-        _require_tensor(file, f"{number}.errors", _stored_type(manifest), (slots, width))
+        _require_tensor(file, f"{number}.errors", _stored_type(manifest), (slots, layer.kept_outputs))
         _check_exponents(file, manifest, f"{number}.error_exponents", slots)
     if layer.form == "numbers":
         _require_tensor(file, f"{number}.keys", "I32", (slots, 1))

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Ints
 from dualform.native.halves import scaled_halves
 
 if TYPE_CHECKING:
     from dualform.store.memory import Pool, Slab
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64, "bfloat16": torch.int16}
 """The types of stored vectors, by the names that users give."""
 TOP = 15

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools, Ints
 from dualform.errors import NotRecordedError, StoreDamagedError
 from dualform.layers.keys import Keys, KeysOrGradients, OneHot, Patches, RowGradients, Vectors
 from dualform.layers.layer import Layer
@@ -21,8 +22,6 @@ from dualform.store.format import NO_ROW, Chunk
 from dualform.store.labels import Label
 from dualform.store.tensors import TensorFile
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 N = TypeVar("N", bound=np.generic)
 PIECE_BYTES = 8 << 20
 """How much of a chunk is decoded at a time: the C library uses memory of this size again, fresh pages would cost as much as decoding."""

@@ -64,7 +64,7 @@ def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ..
 
 
 def _possible_kind(store: Store, kind: str) -> str:
-    """Return the kind of totals that is asked for, or "keys" or "deltas" where nothing else was recorded."""
+    """Return the kind of totals that was asked for, or of "both" the kind that was recorded."""
     if kind not in TOTAL_KINDS:
         raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, TOTAL_KINDS))}.")
     summed = [layer.name for layer in store.manifest.layers if store.is_summed(layer.name)]
@@ -77,6 +77,12 @@ def _possible_kind(store: Store, kind: str) -> str:
         kind = "deltas"
     if store.manifest.keep == "keys" or kind == "keys":
         return "keys"
+    _require_deltas(store, kind)
+    return kind
+
+
+def _require_deltas(store: Store, kind: str) -> None:
+    """Raise an error unless each group's part of the weights is known."""
     for layer in store.manifest.layers:
         if layer.outputs:
             raise NotRecordedError(
@@ -90,7 +96,6 @@ def _possible_kind(store: Store, kind: str) -> str:
             f"kind={kind!r}: the model was trained by {', '.join(unknown)}, whose updates cannot be replayed, so a group's part of its weights is "
             f'not known. Ask kind="keys".'
         )
-    return kind
 
 
 def _other_groupings(store: Store, columns: tuple[str, ...]) -> list[Grouping]:

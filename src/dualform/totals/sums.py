@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Floats = np.ndarray[Any, np.dtype[Any]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from dualform.arrays import Array, Ints
 
 FLOAT64_BITS = 53
 HIGHER_BITS = 30
@@ -19,11 +18,11 @@ HIGHER_BITS = 30
 
 
 def sum_by_group(
-    values: Floats,
+    values: Array,
     longer: Any,
     groups: Ints | None = None,
     count: int = 1,
-) -> Floats:
+) -> Array:
     """Return Σ values (n, …) of each group in a longer type, (count, …), not rounded where the values cancel.
 
     groups: (n,), from 0 to count − 1; None: all are of one.
@@ -37,7 +36,7 @@ def sum_by_group(
     return total
 
 
-def _cut(values: Floats) -> tuple[Floats, Floats]:
+def _cut(values: Array) -> tuple[Array, Array]:
     """Cut numbers in two: multiples of one number in each column, and the rest."""
     doubles = values.astype(np.float64)
     largest = np.abs(doubles).max(0, initial=0.0)
@@ -50,12 +49,12 @@ def _cut(values: Floats) -> tuple[Floats, Floats]:
 
 
 def _added(
-    values: Floats,
+    values: Array,
     longer: Any,
     groups: Ints,
     count: int,
-) -> Floats:
-    sums: Floats = np.zeros((count, *values.shape[1:]), longer)
+) -> Array:
+    sums: Array = np.zeros((count, *values.shape[1:]), longer)
     if count == 1:
         sums[0] = values.sum(0, dtype=longer)
     else:

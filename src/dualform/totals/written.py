@@ -7,22 +7,14 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats, Ints
-from dualform.layers.keys import Patches, RowGradients, select_columns
+from dualform.layers.keys import Patches, RowGradients, select_columns, used_rows
 from dualform.layers.layer import Use
 from dualform.totals.stretch import Piece
 
 
-def own_rows(use: Use, tensor: Tensor) -> Tensor:
-    """Return the rows of a parameter that a use makes up, as a view."""
-    if not use.rows:
-        return tensor
-    begin, end = use.rows
-    return tensor[begin:end]
-
-
 def add_written(target: Tensor, use: Use, piece: Piece, scale: Floats) -> None:
     """Add what a use makes of the slots, each scaled, to a tensor like the parameter."""
-    own = own_rows(use, target)
+    own = used_rows(use, target)
     written = _sum_written(use, piece, torch.from_numpy(scale).to(target.dtype))
     own += written.reshape(own.shape)
 
