@@ -158,7 +158,7 @@ def test_verify_at_a_step_without_a_snapshot_compares_projections(run):
 
 
 def test_verify_at_a_step_without_a_snapshot_fails_for_wrong_weights(run, monkeypatch):
-    monkeypatch.setattr("dualform.dual.certificate.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
+    monkeypatch.setattr("dualform.dual.verify.rebuilt", lambda *a, **k: rebuilt(*a, **k) + 0.01)
     answer = call("verify", run, "--step", 3, "--json")
     assert answer.exit_code == 1
     assert {parameter["verdict"] for parameter in json.loads(answer.stdout)["parameters"]} == {"fail"}

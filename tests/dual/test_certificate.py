@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.dual import certificate as judging
 from dualform.dual import rounding
-from dualform.dual.certificate import FLOORS
+from dualform.dual import verify as judging
 from dualform.dual.gradient_sizes import wrong_size
+from dualform.dual.verify import FLOORS
 from dualform.record import begin
 from dualform.record.progress import StepProgress
 from dualform.store.writer import Writer
@@ -474,15 +474,15 @@ def test_no_model_is_needed(trained):
 def test_a_gap_of_a_few_roundoffs_of_float64_passes_whatever_the_floor(distance, verdict):
     """Centered RMSprop divides the rounding of a recomputed key by a hundred times its size."""
     found = judging._Comparison(distance, movement=1.0, size=1.0, begin=0)
-    assert judging._judge(found, rounding.Floor(1e-16))[0] == verdict
+    assert found.judge(rounding.Floor(1e-16)).verdict == verdict
 
 
 def test_a_few_projections_may_be_further_off_than_weights():
     """Of 10,000 killed recordings in float16, one was 4.2 floors from its dual, seen through four projections."""
     by_projections = judging._Comparison(5e-3, movement=1.0, size=1.0, begin=0, allowed=judging.PROJECTED_FLOORS)
     by_weights = judging._Comparison(5e-3, movement=1.0, size=1.0, begin=0)
-    assert judging._judge(by_projections, rounding.Floor(1e-3))[0] == "pass"
-    assert judging._judge(by_weights, rounding.Floor(1e-3))[0] == "fail"
+    assert by_projections.judge(rounding.Floor(1e-3)).verdict == "pass"
+    assert by_weights.judge(rounding.Floor(1e-3)).verdict == "fail"
 
 
 def test_a_recording_of_totals_that_ended_before_any_were_written_says_so(tmp_path):

@@ -13,7 +13,7 @@ from dualform.layers.layer import Use
 @pytest.mark.parametrize("slots", [0, 7])
 def test_a_score_is_error_times_matrix_times_key(role, d_in, d_out, at_once, slots, monkeypatch):
     """However many examples are multiplied at once, and whichever side is the longer."""
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "BLOCK_NUMBERS", at_once)
     torch.manual_seed(0)
     product = torch.randn(6, d_out, d_in, dtype=torch.float64)
     keys, errors = (torch.randn(slots, d, dtype=torch.float64) for d in (d_in, d_out))

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dualform.checkpoints import StateDict, read_checkpoint
-from dualform.dual import certificate
+from dualform.dual.certificate import Certificate
 from dualform.dual.compact import Compact, compact, compacted_weights
 from dualform.dual.gradients import compute_dtype
 from dualform.dual.layer import DualLayer
 from dualform.dual.published import Published, compare
+from dualform.dual.verify import verify
 from dualform.dual.weights import Reached
 from dualform.errors import InexactWarning, NotRecordedError, QuestionError
 from dualform.forked import require_polars
@@ -159,13 +160,13 @@ class Dual:
         checkpoint: StateDict | str | os.PathLike[str] | None = None,
         workers: int = 1,
         progress: Progress | None = None,
-    ) -> certificate.Certificate:
+    ) -> Certificate:
         """Compare every recorded parameter with its dual: gap, rounding floor, movement, verdict.
 
         checkpoint: a state dict, or a file or folder with one: whether these weights are the published ones, `.published`. workers: threads, as
         for masked().
         """
-        found = certificate.verify(self.store, self.end_step, progress, workers)
+        found = verify(self.store, self.end_step, progress, workers)
         if checkpoint is None:
             return found
         return replace(found, published=self._compared_with(checkpoint))

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from dualform.dual.certificate import not_finite_from
+from dualform.dual.verify import not_finite_from
 from dualform.store.collection import collection_of, spans_of
 from dualform.store.format import Mark
 from dualform.store.reader import Store
