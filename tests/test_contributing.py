@@ -66,6 +66,13 @@ def test_a_slot_passes_twelve_files_at_most(title, room):
     assert [name for name in files if not (PACKAGE / name).is_file()] == []
 
 
+def test_the_files_of_where_is_are_there():
+    section = re.search(r"## Where is …\?\n(.*?)\n## ", TEXT, re.S)[1]
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)`", section)
+    assert len(paths) > 15
+    assert [path for path in paths if not (PACKAGE / path).is_file()] == []
+
+
 def test_the_walk_out_names_the_files_that_run(tmp_path):
     run = train(tmp_path / "run")
     inputs = samples()[0][:2]

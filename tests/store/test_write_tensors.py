@@ -16,7 +16,7 @@ from dualform.store import files
 from dualform.store import tensors as tensors_module
 from dualform.store.files import BLOCK, DIRECT_FROM, HOT, JOINED, STAGE, LocalFiles
 from dualform.store.format import File
-from dualform.store.tensors import NAMES
+from dualform.store.header import NAMES
 
 fcntl = pytest.importorskip("fcntl")
 

@@ -1,1 +1,1 @@
-"""Loops in C, for those who have a compiler."""
+"""Loops in C, compiled where there is a compiler. Each has a plain equivalent in Python."""

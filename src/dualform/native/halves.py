@@ -9,7 +9,7 @@ from dualform.native.kernels import is_plain, kernels
 
 
 def scaled_halves(vectors: Tensor, scales: Tensor, out: Tensor) -> bool:
-    """Write vectors (n, d) × scales (n, 1) to `out` (n, d) float16; False if this is not a case for the loop."""
+    """Write vectors (n, d) × scales (n, 1) to `out` (n, d) float16; False if the loop cannot do it."""
     loops = kernels()
     if loops is None or not (is_plain(vectors) and is_plain(scales) and is_plain(out, torch.float16)):
         return False

@@ -1,4 +1,4 @@
-"""The highest of very many scores of one query, in each group: one pass in C, without a copy of any group's scores."""
+"""The highest scores of one query in each group: one pass in C, without copying any group's scores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from dualform.native.kernels import is_plain, kernels
 
 MOST_HELD = 1 << 16
-"""At most this many places of all groups together: they stay in the processor's cache."""
+"""At most this many places are kept, of all groups together, so that they stay in the processor's cache."""
 LAST = 2**32 - 1
 """The loop packs a score and LAST − place into one number of 64 bits, so that sorting these numbers sorts by score, then by place."""
 
 
 def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> list[Tensor] | None:
-    """Return the places of the k highest scores of each group, best first, (1, up to k) each; None: not a case for the loop.
+    """Return the places of the k highest scores of each group, best first, (1, up to k) each; None if the loop cannot do it.
 
     scores: (1, n) float32. codes: (n,) int32, the group of each score; None: all are one group. Ties go to the lower place.
     """
@@ -25,22 +25,22 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> list[T
     if loops is None or not fits or not _is_supported(scores, codes):
         return None
     threads = torch.get_num_threads()
-    held = np.empty((threads, groups, 2 * k), np.uint64)
+    best = np.empty((threads, groups, 2 * k), np.uint64)
     counts = np.empty((threads, groups), np.int64)
-    least = np.empty((threads, groups), np.float32)
+    lowest_held = np.empty((threads, groups), np.float32)
     loops.highest(
         count,
         groups,
         k,
         scores.data_ptr(),
         None if codes is None else codes.data_ptr(),
-        held.ctypes.data,
+        best.ctypes.data,
         counts.ctypes.data,
-        least.ctypes.data,
+        lowest_held.ctypes.data,
         threads,
     )
     places = []
-    for packed, filled in zip(held[0], counts[0].tolist(), strict=True):
+    for packed, filled in zip(best[0], counts[0].tolist(), strict=True):
         best_first = np.sort(packed[:filled])[::-1]
         group_places = LAST - (best_first & LAST).astype(np.int64)
         places.append(torch.from_numpy(group_places).unsqueeze(0))

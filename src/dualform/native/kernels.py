@@ -1,4 +1,4 @@
-"""Loads the loops in C. Everything works without them, and gives the same to rounding."""
+"""Loads the loops in C. Everything works without them, and gives the same results up to rounding."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from torch import Tensor
 
 from dualform.native.compile import library
 
-COUNT, NUMBER, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+COUNT = ctypes.c_int64
+NUMBER = ctypes.c_float
+POINTER = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Callable[[str], ctypes.CDLL], list[Any], Any]] = {
     "halves": (ctypes.PyDLL, [COUNT] * 2 + [POINTER] * 3 + [COUNT], None),
     "adam": (ctypes.CDLL, [COUNT] + [NUMBER] * 6 + [POINTER] * 5, None),
     "picked": (ctypes.CDLL, [COUNT] * 5 + [POINTER] * 6 + [COUNT], ctypes.c_int),
     "highest": (ctypes.CDLL, [COUNT] * 3 + [POINTER] * 5 + [COUNT], None),
 }
-"""What each function in C takes and gives. PyDLL: it is too short to let go of Python's lock, which another thread would
-take and keep; CDLL: others may run meanwhile."""
+"""The arguments and the result of each function in C. PyDLL keeps Python's lock: the function is too short to hand it to another thread,
+which would keep it. CDLL releases the lock."""
 
 
 @lru_cache(maxsize=1)
 def kernels() -> Any:
-    """The compiled loops; None where they were not compiled, or DUALFORM_NATIVE=0 asks for none."""
+    """Return the compiled loops; None if they are not compiled, or DUALFORM_NATIVE=0 turns them off."""
     if os.environ.get("DUALFORM_NATIVE") == "0":
         return None
-    path, found = str(library()), SimpleNamespace()
-    for name, (kind, takes, gives) in FUNCTIONS.items():
+    path = str(library())
+    loops = SimpleNamespace()
+    for name, (kind, arguments, result) in FUNCTIONS.items():
         try:
             function = getattr(kind(path), name)
         except OSError:
             return None
-        function.argtypes, function.restype = takes, gives
-        setattr(found, name, function)
-    return found
+        function.argtypes = arguments
+        function.restype = result
+        setattr(loops, name, function)
+    return loops
 
 
 def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a loop can walk over it: numbers of this type, one after the other, in the processor's memory."""
+    """Whether a loop can read a tensor: contiguous numbers of this type, in the memory of the CPU."""
     return tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""Products with vectors that are picked out of a long list: each is read where it is stored, in one loop in C."""
+"""Products with selected vectors of a long list: a loop in C reads each where it is stored."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from dualform.native.kernels import kernels
 
 KINDS = (torch.float32, torch.float16, torch.bfloat16)
-"""What vectors may be stored as, in the order of the numbers in asking.c."""
+"""The types of vectors, in the order of their numbers in asking.c."""
 FEW = 4
-"""For more queries, a product of matrices is faster."""
+"""For more queries, a matrix product is faster."""
 
 
 class Picked:
-    """Vectors (n, d) in one or several tables, which are numbered one after the other."""
+    """Vectors (n, d) in one or several tables, numbered consecutively."""
 
     def __init__(self, tables: Sequence[tuple[Tensor, Tensor | None]]):
-        """tables: vectors (n, d), and for each vector the power of two (n,) that multiplies it, if any."""
+        """tables: vectors (n, d), and the power of two that multiplies each vector (n,), if any."""
         self._tables = [(vectors, powers) for vectors, powers in tables if len(vectors)]
         self._ends = np.cumsum([len(vectors) for vectors, _ in self._tables])
         self._places = np.array([vectors.data_ptr() for vectors, _ in self._tables])
@@ -38,7 +38,7 @@ class Picked:
         return KINDS.index(kinds.pop())
 
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor | None:
-        """Return queries (m, d) · the vectors with these numbers, (m, n); None: not a case for the loop."""
+        """Return queries (m, d) · the vectors with these numbers, (m, n); None if the loop cannot do it."""
         loops = kernels()
         count, width = queries.shape
         if loops is None or self._kind is None or not 0 < count <= FEW:

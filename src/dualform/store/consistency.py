@@ -1,7 +1,7 @@
-"""Whether the parts of a manifest fit each other, and whether the content of a chunk's files fits what their label says.
+"""Check that the parts of a manifest fit each other, and that the content of a chunk's files fits their label.
 
-Of a manifest: counts add up, names exist, sizes are possible. Of files: shapes of tensors, columns and steps of tables; the label has the
-counts as they were written (store/labels.py). Functions raise ValueError, which says what does not fit.
+In a manifest, counts must add up, names exist and sizes be possible. In files, shapes of tensors and columns and steps of tables must be
+those of the label, which has the counts at the time of writing (store/labels.py). Functions raise ValueError and say what does not fit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from dualform.store.format import (
     groups_name,
     shortened,
 )
+from dualform.store.header import MAX_AXES, NAMES
 from dualform.store.labels import Label
 from dualform.store.tables import UPDATE_TYPES, row_types
-from dualform.store.tensors import AXES, NAMES, CheckedFile
+from dualform.store.tensors import CheckedFile
 
 Shape = tuple[int | None, ...]
 """None: any length."""
@@ -50,15 +51,15 @@ ITEM_SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 TABLE_BYTES = 1 << 30
 TABLE_SHARE = 100
-"""Tables may take a gigabyte of memory, or a hundred times the size of the store. Slots take more disk than rows, so an honest store stays
-far below; a file of a megabyte that claims a hundred million lines does not."""
+"""Tables may take a gigabyte of memory, or a hundred times the size of the store. A real store stays far below, since slots take more disk
+than rows; a file of a megabyte that claims a hundred million lines does not."""
 LINE_BYTES = 16
 
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of a manifest fit each other."""
     _require_one_of("keep", manifest.keep, KEEPS)
-    _require_one_of("dtype", manifest.dtype, DTYPES)
+    _require_one_of("dtype", manifest.dtype, tuple(DTYPES))
     nbytes = sum(file.size for _, file in manifest.files())
     _check_columns(manifest)
     _check_parameters(manifest, nbytes)
@@ -74,7 +75,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def table_limit(nbytes: int) -> int:
-    """How much memory the tables of a store of this size may take."""
+    """Return how much memory the tables of a store of this size may take."""
     return max(TABLE_BYTES, TABLE_SHARE * nbytes)
 
 
@@ -89,9 +90,9 @@ def _check_parameters(manifest: Manifest, nbytes: int) -> None:
     _require_distinct("parameters", [parameter.name for parameter in manifest.parameters])
     for parameter in manifest.parameters:
         _require_one_of(f"the type of {parameter.name!r}", parameter.dtype, tuple(ITEM_SIZES))
-        size = math.prod(parameter.shape[:AXES]) * ITEM_SIZES[parameter.dtype]
+        size = math.prod(parameter.shape[:MAX_AXES]) * ITEM_SIZES[parameter.dtype]
         # Snapshots hold all parameters, so none is larger than the store
-        if len(parameter.shape) > AXES or size > nbytes:
+        if len(parameter.shape) > MAX_AXES or size > nbytes:
             raise ValueError(
                 f"parameter {parameter.name!r} of shape {shortened(parameter.shape)} is larger than the whole store"
             )
@@ -102,7 +103,7 @@ def _check_layers(manifest: Manifest) -> None:
     _require_distinct("layers", [layer.name for layer in manifest.layers])
     for layer in manifest.layers:
         _check_layer(layer, parameters)
-    if any(axis >= AXES for axis in manifest.batch_axis.values()):
+    if any(axis >= MAX_AXES for axis in manifest.batch_axis.values()):
         raise ValueError(f"batch_axis names an axis that no tensor has: {shortened(manifest.batch_axis)}")
 
 
@@ -133,7 +134,7 @@ def _check_geometry(where: str, geometry: Geometry, d_in: int) -> None:
 
 
 def _check_use(where: str, use: Use, layer: Layer, parameter: Parameter) -> None:
-    """Keys and error signals must make a gradient of the parameter's shape, or of some rows of its first axis."""
+    """Require that key ⊗ error signal has the shape of the parameter, or of some rows of its first axis."""
     _require_one_of(f"the role of {use.parameter!r} in {where}", use.role, ROLES)
     rows = _width(use.rows, parameter.shape[0] if parameter.shape else 1)
     rest = math.prod(parameter.shape[1:])
@@ -151,7 +152,7 @@ def _check_use(where: str, use: Use, layer: Layer, parameter: Parameter) -> None
 
 
 def _width(ranges: Sequence[int], whole: int) -> int:
-    """How many columns some ranges (begin, end, begin, end, …) have together; all, if there are none."""
+    """Return how many columns the ranges (begin, end, begin, end, …) have together; without ranges, all."""
     if not ranges:
         return whole
     is_inside = len(ranges) % 2 == 0 and all(begin <= end <= whole for begin, end in spans(ranges))
@@ -273,7 +274,7 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
 
 
 def _check_gradients(file: CheckedFile[Any], manifest: Manifest, number: int) -> int:
-    """Check how slots were summed, and the gradients that rows were summed to; return how many these are."""
+    """Check the gradients of rows whose slots were summed; return how many there are."""
     sums = f"{number}.sums"
     gradients = f"{number}.gradients"
     if sums not in file and gradients not in file:
@@ -291,7 +292,7 @@ def _check_gradients(file: CheckedFile[Any], manifest: Manifest, number: int) ->
 
 
 def _check_keys(file: CheckedFile[Any], manifest: Manifest, number: int, slots: int, keys: int) -> None:
-    """Check keys that are vectors or feature maps, of which equal ones may be stored once."""
+    """Check keys that are vectors or feature maps. Equal keys may be stored once."""
     layer = manifest.layers[number]
     if f"{number}.key_numbers" in file and slots:
         _require_tensor(file, f"{number}.key_numbers", "I64", (slots,))
@@ -307,8 +308,8 @@ def _check_keys(file: CheckedFile[Any], manifest: Manifest, number: int, slots: 
 
 
 def _stored_type(manifest: Manifest) -> str:
-    """The type of stored vectors, as headers call it: bfloat16 is kept as its bits."""
-    return NAMES["int16" if manifest.dtype == "bfloat16" else manifest.dtype]
+    """Return the type of stored vectors, as headers call it."""
+    return NAMES[DTYPES[manifest.dtype]]
 
 
 def _check_exponents(file: CheckedFile[Any], manifest: Manifest, name: str, count: int) -> None:
@@ -328,20 +329,20 @@ def _check_gradient(file: CheckedFile[Any], manifest: Manifest, name: str) -> No
 def _require_tensor(file: CheckedFile[Any], name: str, dtype: str, shape: Shape) -> None:
     if name not in file:
         raise ValueError(f"it has no tensor {name!r}")
-    found = file.shape(name)
-    fits = len(found) == len(shape) and all(e is None or e == f for f, e in zip(found, shape, strict=True))
+    actual = file.shape(name)
+    fits = len(actual) == len(shape) and all(e is None or e == f for f, e in zip(actual, shape, strict=True))
     if not fits or file.dtype(name) != dtype:
-        raise ValueError(f"{name!r} is {file.dtype(name)} {list(found)}, expected {dtype} {list(shape)}")
+        raise ValueError(f"{name!r} is {file.dtype(name)} {list(actual)}, expected {dtype} {list(shape)}")
 
 
 def check_blocks(table: Ints, layer: Layer, slots: int, label: Label) -> None:
-    """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that there are not. slots: how many the layer has."""
+    """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that are not in the chunk. slots: how many the layer has."""
     if len(table) and not (_are_steps(table, label) and _are_rows(table, slots, label)):
         raise ValueError(f"the blocks of {layer.name!r} name steps or rows that are not in the chunk")
 
 
 def check_sums(table: Ints, blocks: Ints, layer: Layer) -> None:
-    """Raise ValueError if what is known of summed slots (blocks, 3) does not fit the blocks (blocks, 7) of a layer."""
+    """Raise ValueError if the table of summed slots (blocks, 3) does not fit the blocks (blocks, 7) of a layer."""
     is_gradient, positions, written = table.T
     stored = blocks[:, 5]
     fits = np.isin(is_gradient, (0, 1)) & (positions >= 0) & (written >= 0) & (written < COUNT_LIMIT)
@@ -362,7 +363,7 @@ def _are_rows(table: Ints, slots: int, label: Label) -> bool:
     end_row = label["first_row"] + label["rows"]
     if int(rows.min()) < 0 or int(positions.min()) < 0:
         return False
-    # Bounded before they are added and multiplied, so that nothing overflows
+    # Each number is checked before any are added or multiplied, so that nothing overflows
     if int(rows.max()) > max(end_row, 1) or int(positions[rows > 0].max(initial=0)) > slots:
         return False
     if int(first_row.min()) < NO_ROW or int(first_row.max()) > end_row:
@@ -391,20 +392,20 @@ def check_table(name: str, table: pl.DataFrame, manifest: Manifest, label: Label
 
 
 def _require_row_columns(table: pl.DataFrame, manifest: Manifest) -> None:
-    found = dict(table.schema)
-    if not table.height and found == {"step": pl.Int64()}:
+    types = dict(table.schema)
+    if not table.height and types == {"step": pl.Int64()}:
         return  # columns are not known before the first row
-    if found != row_types(manifest.columns):
+    if types != row_types(manifest.columns):
         raise ValueError("its columns are not those of the manifest")
 
 
 def _require_columns(table: pl.DataFrame, expected: dict[str, pl.DataType]) -> None:
-    """The columns that must be there; the others, settings of optimizers and what log() was given, are numbers."""
-    found = dict(table.schema)
+    """Require these columns. All others (settings of optimizers, what log() was given) must be numbers."""
+    types = dict(table.schema)
     for name, kind in expected.items():
-        if found.pop(name, None) != kind:
+        if types.pop(name, None) != kind:
             raise ValueError(f"its column {name!r} is missing or of another type than {kind}")
-    others = [name for name, kind in found.items() if kind != pl.Float64()]
+    others = [name for name, kind in types.items() if kind != pl.Float64()]
     if others:
         raise ValueError(f"it has columns that are not expected: {', '.join(others)}")
 

@@ -1,8 +1,8 @@
-"""How vectors are stored: as they are, in bfloat16, or in float16 with a power of two per vector.
+"""How vectors are stored: in float64, float32 or bfloat16, or in float16 with a power of two per vector.
 
-NumPy does not know bfloat16: such numbers are kept as their bits, in int16.
+NumPy has no bfloat16, so such numbers are stored as their bits, in int16.
 
-Unscaled, most error signals would fall below float16's normal range; scaled, each element keeps 11 significant bits
+Unscaled, most error signals would fall below float16's normal range. Scaled, each element keeps 11 significant bits
 unless it is 2²⁹ times smaller than the norm of its vector.
 """
 
@@ -19,19 +19,20 @@ from torch import Tensor
 
 from dualform.arrays import Ints
 from dualform.native.halves import scaled_halves
+from dualform.store.format import DTYPES
 
 if TYPE_CHECKING:
     from dualform.store.memory import Pool, Slab
 
-TORCH = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64, "bfloat16": torch.int16}
-"""The types of stored vectors, by the names that users give."""
-TOP = 15
-"""Stored vectors have norms in [2¹⁴, 2¹⁵): no element can overflow."""
-UNIT = 126 + TOP
+TORCH: dict[str, torch.dtype] = {name: getattr(torch, stored) for name, stored in DTYPES.items()}
+"""The types in which vectors are stored, by the names that users give to dtype=."""
+SCALED_EXPONENT = 15
+"""Scaled vectors have norms in [2¹⁴, 2¹⁵), so that no element overflows float16."""
+UNSCALED = 126 + SCALED_EXPONENT
 """The exponent of such a norm in the bits of a float32: the vector is stored unscaled."""
 SMALLEST_POWER = -100
 LARGEST_POWER = 127
-"""Powers of two beyond these would themselves overflow in float32."""
+"""The powers of two that float32 can hold."""
 
 
 @dataclass(slots=True)
@@ -41,9 +42,9 @@ class Encoded:
     data: Tensor
     exponents: Tensor | None
     slab: Slab | None = None
-    """The memory that `data` is a part of, if it goes back to a pool, …"""
+    """The pool's memory that `data` is a part of, if any."""
     first: int = 0
-    """… and its first row there."""
+    """The first row of `data` in the slab."""
     count: int = field(init=False)
     """How many vectors there are."""
     nbytes: int = field(init=False)
@@ -64,14 +65,14 @@ class Encoded:
         return Encoded(self.data[:count], self.scales(slice(0, count)))
 
     def some(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return some of the vectors, by their places, decoded."""
+        """Decode some of the vectors, given by their places."""
         return decode(self.data.index_select(0, places), self.scales(places), dtype)
 
     def take(self, places: Ints) -> Encoded:
         """Copy some of the vectors.
 
-        By NumPy: an operation of PyTorch in the writer's thread would start OpenMP threads of its own, and with more of them than cores
-        those of the training sleep at every turn instead of spinning.
+        With NumPy: PyTorch would start further OpenMP threads for the writer's thread. With more of these than cores, the threads of
+        the training sleep at each barrier instead of spinning.
         """
         exponents = None if self.exponents is None else torch.from_numpy(self.exponents.numpy()[places])
         return Encoded(torch.from_numpy(self.data.numpy()[places]), exponents)
@@ -79,18 +80,18 @@ class Encoded:
 
 @dataclass(slots=True)
 class EncodeRequest:
-    """Vectors (n, d) that are to be stored."""
+    """Vectors (n, d) to be stored."""
 
     vectors: Tensor
     name: str = ""
-    """What the memory is taken for: see Pool."""
+    """What the memory is for: see Pool."""
     norms: Tensor | None = None
-    """Their Euclidean norms (n,), if they are known already."""
+    """Their Euclidean norms (n,), if known already."""
     as_they_are: bool = False
-    """Do not scale vectors whose norm is from 1 to 2¹⁵: an element is then off by 2⁻¹¹ of itself or by 2⁻²⁵, whichever is
-    more. For keys."""
+    """For keys: do not scale vectors whose norm is from 1 to 2¹⁵. An element is then off by at most 2⁻¹¹ of itself or 2⁻²⁵, whichever
+    is larger."""
     source: Hashable | None = None
-    """Requests of one source ask for the same numbers: they are copied once. None: nothing is known of it."""
+    """Requests with the same source have the same vectors, which are stored once. None: unknown."""
 
 
 def encode(
@@ -102,7 +103,7 @@ def encode(
 
 
 def encode_all(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None = None) -> list[Encoded]:
-    """Encode several at once: a call on the few numbers of one takes as long as one on all of them."""
+    """Encode several at once, which takes little longer than one: each has few numbers."""
     first_of: dict[Hashable, int] = {}
     distinct: list[EncodeRequest] = []
     places: list[int] = []
@@ -114,15 +115,15 @@ def encode_all(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None 
             distinct.append(request)
         places.append(place)
     encoded = _encode_distinct(distinct, dtype, pool)
-    taken: set[int] = set()
-    given: list[Encoded] = []
+    used_places: set[int] = set()
+    encoded_requests: list[Encoded] = []
     for place in places:
         vectors = encoded[place]
-        if place in taken and pool is not None:
+        if place in used_places and pool is not None:
             vectors = pool.share(vectors)
-        taken.add(place)
-        given.append(vectors)
-    return given
+        used_places.add(place)
+        encoded_requests.append(vectors)
+    return encoded_requests
 
 
 def _encode_distinct(requests: Sequence[EncodeRequest], dtype: str, pool: Pool | None) -> list[Encoded]:
@@ -133,13 +134,15 @@ def _encode_distinct(requests: Sequence[EncodeRequest], dtype: str, pool: Pool |
         _copy_scaled(requests, targets)
         return targets
     for request, target in zip(requests, targets, strict=True):
-        is_bits = dtype == "bfloat16"
-        target.data.copy_(request.vectors.to(torch.bfloat16).view(torch.int16) if is_bits else request.vectors)
+        vectors = request.vectors
+        if dtype == "bfloat16":
+            vectors = vectors.to(torch.bfloat16).view(torch.int16)
+        target.data.copy_(vectors)
     return targets
 
 
 def _to_cpu_floats(request: EncodeRequest, *, scaled: bool) -> None:
-    """Bring vectors to the host, and to a type whose exponents can be computed; norms of another type are not exact enough."""
+    """Copy vectors to the host and, to be scaled, to float32. Norms that were computed in another type are dropped as not exact enough."""
     is_float = request.vectors.dtype in (torch.float32, torch.float64)
     if request.vectors.is_cpu and (is_float or not scaled):
         return
@@ -149,7 +152,7 @@ def _to_cpu_floats(request: EncodeRequest, *, scaled: bool) -> None:
 
 
 def _target(request: EncodeRequest, dtype: torch.dtype, pool: Pool | None) -> Encoded:
-    """Return memory for encoded vectors, of a pool or of its own."""
+    """Return memory for encoded vectors, from a pool if there is one."""
     count, width = request.vectors.shape
     if pool is not None:
         return pool.take(request.name, count, width, dtype)
@@ -158,22 +161,22 @@ def _target(request: EncodeRequest, dtype: torch.dtype, pool: Pool | None) -> En
 
 
 def _copy_scaled(requests: Sequence[EncodeRequest], targets: Sequence[Encoded]) -> None:
-    """Divide each vector by its power of two, in float16."""
+    """Write each vector, divided by its power of two, as float16."""
     counts = [len(request.vectors) for request in requests]
     raised = _float32_exponents(requests, counts)
-    factors = ((253 + TOP - raised) << 23).view(np.float32)[:, None]
-    powers = np.subtract(raised, UNIT, dtype=np.int16, casting="unsafe")
+    factors = ((253 + SCALED_EXPONENT - raised) << 23).view(np.float32)[:, None]
+    powers = np.subtract(raised, UNSCALED, dtype=np.int16, casting="unsafe")
     scales = torch.split(torch.from_numpy(factors), counts)
     exponents = torch.split(torch.from_numpy(powers), counts)
     start = 0
     for number, (request, target) in enumerate(zip(requests, targets, strict=True)):
         end = start + counts[number]
         vectors = request.vectors
-        is_unscaled = request.as_they_are and bool(np.equal(raised[start:end], UNIT).all())
+        is_unscaled = request.as_they_are and bool(np.equal(raised[start:end], UNSCALED).all())
         if is_unscaled:
             target.data.copy_(vectors)
         elif not scaled_halves(vectors, scales[number], target.data):
-            # In two steps: a product that is rounded to float16 as it is made takes a slow path in PyTorch
+            # In two steps, since PyTorch is slow to round a product to float16 while computing it
             target.data.copy_(vectors * scales[number])
         assert target.exponents is not None
         target.exponents.copy_(exponents[number])
@@ -181,20 +184,20 @@ def _copy_scaled(requests: Sequence[EncodeRequest], targets: Sequence[Encoded]) 
 
 
 def _float32_exponents(requests: Sequence[EncodeRequest], counts: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the power of two of each vector, as it is in the bits of a float32; UNIT: the vector is stored unscaled."""
-    # A norm is as good a bound as the largest element, and one pass over the data instead of two
+    """Return the power of two of each vector, as it is in the bits of a float32; UNSCALED: the vector is stored unscaled."""
+    # A norm is as good a bound as the largest element, and takes one pass over the data instead of two
     norms = [
         torch.linalg.vector_norm(request.vectors, dim=1) if request.norms is None else request.norms
         for request in requests
     ]
     bounds = torch.cat(norms).numpy()
     if bounds.size and not (np.minimum.reduce(bounds) > 1e-15 and np.maximum.reduce(bounds) < 1e15):
-        # Squares might leave float32, or something is not finite
+        # Squares may be out of float32's range, or something is not finite
         bounded = [_bounds(request.vectors, some) for request, some in zip(requests, norms, strict=True)]
         bounds = torch.cat(bounded).numpy()
     raised = bounds.astype(np.float32, copy=False).view(np.int32) >> 23
     may_stay = _repeated(tuple([request.as_they_are for request in requests]), *counts)
-    raised[(raised >= 127) & (raised < 127 + TOP) & may_stay] = UNIT
+    raised[(raised >= 127) & (raised < 127 + SCALED_EXPONENT) & may_stay] = UNSCALED
     return raised
 
 
@@ -204,7 +207,7 @@ def _repeated(flags: tuple[bool, ...], *counts: int) -> np.ndarray[Any, np.dtype
 
 
 def _bounds(vectors: Tensor, norms: Tensor) -> Tensor:
-    """Return norms, or the largest element of those vectors whose norm float32 cannot hold."""
+    """Return norms; of vectors whose squares float32 cannot hold, the largest element instead."""
     if not vectors.numel():
         return torch.ones_like(norms)
     finite = vectors.abs().where(vectors.isfinite(), 0)
@@ -213,17 +216,17 @@ def _bounds(vectors: Tensor, norms: Tensor) -> Tensor:
 
 
 def encode_numbers(numbers: Tensor) -> Encoded:
-    """Copy the places of one-hot keys (n, 1)."""
+    """Copy one-hot keys, given by the place of their one, (n, 1)."""
     return Encoded(numbers.detach().cpu().to(torch.int32, copy=True).contiguous(), None)
 
 
 def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return vectors in a type that can be computed with; a view if they are stored in it."""
+    """Return vectors in the given type; a view if they are stored in it."""
     if data.dtype is torch.int16:
         data = data.view(torch.bfloat16)
     decoded = data.to(dtype)
     if exponents is None or not bool(exponents.any()):
         return decoded
     powers = torch.exp2(exponents.to(dtype)).unsqueeze(1)
-    # Not in place, if nothing was converted: the stored vectors stay as they are
+    # Not in place if nothing was converted, since that would change the stored vectors
     return decoded * powers if decoded is data else decoded.mul_(powers)

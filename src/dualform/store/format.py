@@ -32,7 +32,8 @@ CHUNK_FILES = (SLOTS, *TABLES)
 KEEPS = ("slots", "rows", "keys", "totals")
 TOTAL_KINDS = ("keys", "deltas", "both")
 """What totals keep of each group: the sum of its keys, its part of the weights, or both."""
-DTYPES = ("float32", "float16", "bfloat16", "float64")
+DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "int16", "float64": "float64"}
+"""What users may say in dtype=, and as which NumPy type such vectors are stored: NumPy has no bfloat16, so its bits are."""
 MOST_MANIFEST = 256 << 20
 """The size of a manifest, at most: a chunk takes less than a kilobyte, and a few bytes more for each layer."""
 BLOCK_FIELDS = ("step", "backward", "call", "first_row", "rows", "positions", "arrival")

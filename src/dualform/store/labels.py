@@ -1,6 +1,6 @@
-"""Labels: each file of a store says in its checksummed header which run it belongs to, and where in it.
+"""Labels: the checksummed header of each file says which run the file belongs to, and where in it.
 
-A chunk that is duplicated, moved, missing or another run's is found when it is first touched, whatever the manifest says.
+So a chunk that is duplicated, moved, missing or from another run is noticed when it is first used, whatever the manifest says.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from dualform.store.format import Chunk, Manifest, Totals, checksum, compact_json, shortened
 
 LABEL = "dualform"
-"""The name of the label in a file's metadata."""
+"""The key of the label in a file's metadata."""
 ALIASES = "dualform.aliases"
-"""The name of the list of tensors that are stored under another name, in the same metadata."""
+"""The key of the other names of tensors, in the same metadata."""
 DIRECTORY = "dualform.directory"
-"""The name of the checksum, in the metadata of a safetensors file, of which tensors it has."""
+"""The key of a checksum of all tensors' names, types and shapes, in the metadata of a safetensors file."""
 
 Label = dict[str, Any]
 
@@ -29,7 +29,7 @@ class Labels:
         self._layouts: dict[tuple[int, int], str] = {}
 
     def write(self, name: str, about: Mapping[str, Any]) -> str:
-        """The label of a file as text. name: its path within the store; about: its place."""
+        """Return the label of a file as text. name: its path within the store; about: its place in the run."""
         layers = len(self._manifest.layers)
         parameters = len(self._manifest.parameters)
         identity = {
@@ -43,7 +43,7 @@ class Labels:
         return compact_json({**identity, **about})
 
     def read(self, text: str | None, name: str) -> Label:
-        """The label of a file, if it is the run's own and of this name; else ValueError, which says why it is not."""
+        """Parse the label of a file. Raise ValueError unless it belongs to this run and has this name."""
         label = _parsed(text)
         if label.get("run") != self._manifest.run:
             raise ValueError("it belongs to another run")
@@ -56,7 +56,7 @@ class Labels:
         return label
 
     def _layout(self, layers: int, parameters: int) -> str:
-        """A checksum of everything that says how slots are read, as it was when there were so many layers and parameters."""
+        """Return a checksum of everything that determines how slots are read, for this number of layers and parameters."""
         if (layers, parameters) not in self._layouts:
             manifest = self._manifest
             described = [manifest.keep, manifest.dtype, manifest.layers[:layers], manifest.parameters[:parameters]]
@@ -65,7 +65,7 @@ class Labels:
 
 
 def chunk_about(chunk: Chunk, first_slots: Sequence[int], first_keys: Sequence[int]) -> Label:
-    """The place of a chunk: its steps and rows; by layer number, its slots and keys, and how many come before them."""
+    """Return the place of a chunk: its steps and rows; by layer number, its slots and keys, and how many come before them."""
     return {
         "first_step": chunk.first_step,
         "end_step": chunk.end_step,
@@ -79,7 +79,7 @@ def chunk_about(chunk: Chunk, first_slots: Sequence[int], first_keys: Sequence[i
 
 
 def totals_about(totals: Totals) -> Label:
-    """What totals are of."""
+    """Return the step, rows and groupings of totals."""
     groupings = [{"columns": list(one.columns), "kind": one.kind} for one in totals.groupings]
     return {"step": totals.step, "rows": totals.rows, "groupings": groupings}
 
@@ -98,9 +98,9 @@ def require_equal(label: Mapping[str, Any], about: Mapping[str, Any]) -> None:
 
 
 def require_chunk(label: Label, about: Label) -> Label:
-    """What a chunk's file was written with, if that fits the chunk as the manifest has it; else ValueError, which says why not.
+    """Return the counts that a chunk's file was written with. Raise ValueError unless they fit the chunk in the manifest.
 
-    A resumed run cuts the chunk in which it goes on: the chunk then ends at an earlier step than its files, with fewer of everything.
+    A run that resumes in the middle of a chunk shortens it: in the manifest it then ends earlier than in its files, with fewer of everything.
     """
     written = {field: _padded(label.get(field), about[field]) for field in about}
     for field in ("first_step", "first_row", "first_slots", "first_keys"):
@@ -124,7 +124,7 @@ def _require_most(field: str, most: object, value: int) -> None:
 
 
 def _padded(written: Any, expected: Any) -> Any:
-    """Counts by layer, with zeros for the layers that entered after they were written."""
+    """Return counts by layer, with zeros for layers that were added later."""
     if isinstance(written, list) and isinstance(expected, list):
         return written + [0] * (len(expected) - len(written))
     return written
