@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from dualform.layers.recurrent import names, outputs, shown_keys, unroll
 from dualform.layers.rules import why_left_out
 from dualform.layers.slot_source import map_tensors
+from dualform.layers.unroll import names, outputs, shown_keys, unroll
 
 D_INPUT, D_HIDDEN = 3, 2
 SEQUENCES = {

@@ -13,11 +13,11 @@ from dualform.dual.gradients import of_slots
 from dualform.layers.convolution import geometry_of
 from dualform.layers.keys import OneHot, Patches, Vectors
 from dualform.layers.layer import Geometry, joined
-from dualform.layers.recurrent import outputs
 from dualform.layers.row_proof import BatchAxes
 from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, queries_of, rule_for, why_left_out
 from dualform.layers.slot_source import SlotSource, map_tensors
+from dualform.layers.unroll import outputs
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
 from dualform.record.passes import PendingPasses

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention: its projections are computed inside one function, so they are computed once more, locally.
+"""nn.MultiheadAttention, whose projections are hidden in one function and therefore computed again.
 
-PyTorch's own function runs again, with projections that change nothing, on queries, keys and values of ours: their gradients
-are the error signals of the projections, and what it gives is the input of the last one.
+PyTorch's own function runs again with identity projections, on queries, keys and values that we have projected: the gradients of these
+are the error signals of the projections, and its output is the input of the last projection.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
-    """Three projections of what comes in, and the one of what goes out."""
+    """Return the projections of query, key and value, and that of the output."""
     assert isinstance(module, nn.MultiheadAttention)
     width = module.embed_dim
     widths_of_inputs = (width, module.kdim, module.vdim)
-    found = []
+    recorded = []
     for place, part in enumerate(PARTS):
         rows = (place * width, (place + 1) * width)
         if module._qkv_same_embed_dim:
@@ -42,22 +42,22 @@ def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
         if module.in_proj_bias is not None:
             uses.append(Use(named("in_proj_bias"), "bias", rows=rows))
         d_in = widths_of_inputs[place]
-        found.append(Layer(joined(name, part), "attention", d_in, width, tuple(uses)))
+        recorded.append(Layer(joined(name, part), "attention", d_in, width, tuple(uses)))
     uses = [Use(named("out_proj.weight"), "weight")]
     if module.out_proj.bias is not None:
         uses.append(Use(named("out_proj.bias"), "bias"))
-    found.append(Layer(joined(name, "out_proj"), "linear", width, width, tuple(uses)))
-    return found
+    recorded.append(Layer(joined(name, "out_proj"), "linear", width, width, tuple(uses)))
+    return recorded
 
 
 def begin(module: nn.Module) -> Tensor | None:
-    """The random numbers that its dropout will use."""
+    """Return the random state that its dropout will use; None if it has no dropout."""
     assert isinstance(module, nn.MultiheadAttention)
     return torch.get_rng_state() if module.training and module.dropout > 0 else None
 
 
 def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
-    """Where the slots of a call come from: its own function, once more."""
+    """Return where the slots of a call come from: its function, computed again."""
     assert isinstance(module, nn.MultiheadAttention)
     positional, named = arguments
     bound = _SIGNATURE.bind(module, *positional, **named)
@@ -77,19 +77,19 @@ def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module, to be computed once more."""
+    """One call of a module, to be computed again."""
 
     module: nn.MultiheadAttention
     options: dict[str, Any]
     """Its arguments by name."""
     random_state: Tensor | None
-    """The random numbers of its dropout, if it has one."""
+    """The random state that its dropout used, if it has dropout."""
     has_gradient: list[bool]
     """Whether its output, and its attention weights, have a gradient."""
     training: bool
 
     def slots(self, errors: Errors) -> list[LayerSlots]:
-        """Of the three projections of what comes in, and of the one of what goes out."""
+        """Return the slots of the projections of query, key and value, and of that of the output."""
         inputs = [self._with_rows(self.options[name]).detach() for name in ("query", "key", "value")]
         with torch.enable_grad():
             projected = self._project(inputs)
@@ -109,17 +109,17 @@ class _Call:
         of_projected = torch.autograd.grad(targets, projected, slopes)
         signals = [*map(self._swapped, of_projected), of_output]
         terms = [*self._sizes_of_terms(projected, slopes[0], of_weights), 0.0]
-        every = zip(names, keys, signals, terms, strict=True)
-        return [LayerSlots(name, key, error, axis, error_terms=size) for name, key, error, size in every]
+        by_layer = zip(names, keys, signals, terms, strict=True)
+        return [LayerSlots(name, key, error, axis, error_terms=size) for name, key, error, size in by_layer]
 
     def _by_output(self, errors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of its output and of its attention weights. errors: of those that have one."""
+        """Return the gradients of output and attention weights. errors: of those that have one."""
         remaining = iter(errors)
         return [next(remaining) if has_gradient else None for has_gradient in self.has_gradient]
 
     @property
     def _is_single(self) -> bool:
-        """Whether its arguments are one sequence, without rows."""
+        """Whether its arguments are one sequence, without an axis of rows."""
         query: Tensor = self.options["query"]
         return query.dim() == 2
 
@@ -128,36 +128,36 @@ class _Call:
         return self.module.batch_first and not self._is_single
 
     def _with_rows(self, tensor: Tensor) -> Tensor:
-        """A single sequence is a batch of one here."""
+        """Add an axis of rows to a single sequence."""
         return tensor.unsqueeze(1) if self._is_single else tensor
 
     def _swapped(self, tensor: Tensor) -> Tensor:
-        """From the module's order of axes to (time, rows, features), and back."""
+        """Convert from the module's order of axes to (time, rows, features), or back."""
         return tensor.transpose(0, 1) if self._is_batch_first else tensor
 
     def _project(self, inputs: list[Tensor]) -> list[Tensor]:
-        """What the first three projections make of the inputs: (time, rows, features), constants whose gradients can be asked for."""
+        """Return the projected inputs, (time, rows, features), as leaves that require gradients."""
         pairs = zip(inputs, _projections(self.module), strict=True)
         results = [F.linear(self._swapped(given), *projection) for given, projection in pairs]
         return [result.detach().requires_grad_() for result in results]
 
     def _slope_of_context(self, of_output: Tensor) -> Tensor:
-        """The gradient of what the heads give."""
+        """Return the gradient of the output of the heads."""
         error = self._swapped(of_output)
         weight = self.module.out_proj.weight.detach()
         return error @ weight.to(error.dtype)
 
     def _attend(self, projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """PyTorch's own attention with projections that change nothing; same random numbers, which are then put back."""
+        """Run PyTorch's own attention with identity projections and the same random numbers."""
         module = self.module
         options = self.options
         query, key, value = projected
-        same = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
+        identity = torch.eye(module.embed_dim, dtype=query.dtype, device=query.device)
         padding = options["key_padding_mask"]
         if padding is not None and padding.dim() == 1:
             padding = padding.unsqueeze(0)
         with _random_state(self.random_state):
-            found: tuple[Tensor, Tensor | None] = F.multi_head_attention_forward(
+            context_and_weights: tuple[Tensor, Tensor | None] = F.multi_head_attention_forward(
                 query,
                 key,
                 value,
@@ -169,27 +169,27 @@ class _Call:
                 None if module.bias_v is None else module.bias_v.detach(),
                 module.add_zero_attn,
                 module.dropout,
-                same,
+                identity,
                 None,
                 training=self.training,
                 key_padding_mask=padding,
                 need_weights=options["need_weights"],
                 attn_mask=options["attn_mask"],
                 use_separate_proj_weight=True,
-                q_proj_weight=same,
-                k_proj_weight=same,
-                v_proj_weight=same,
+                q_proj_weight=identity,
+                k_proj_weight=identity,
+                v_proj_weight=identity,
                 average_attn_weights=options["average_attn_weights"],
                 is_causal=options["is_causal"],
             )
-        return found
+        return context_and_weights
 
     def _sizes_of_terms(self, projected: list[Tensor], slope: Tensor, of_weights: Tensor | None) -> list[float]:
-        """Bounds on the norms of the absolute terms that the error signals of queries, keys and values are sums of.
+        """Return bounds on the norms of the absolute terms whose sums are the error signals of queries, keys and values.
 
-        slope: the gradient dO of what the heads give; of_weights: the gradient of the attention weights P, if they have one.
+        slope: the gradient dO of the output of the heads; of_weights: the gradient of the attention weights P, if they have one.
 
-        If all keys that a query sees are equal, its error signal is zero, and what is computed is rounding. How large that may be:
+        If all keys that a query sees are equal, its error signal is zero, and what is computed is rounding. Its size follows from
         dV = Pᵀ dO; dP = dO Vᵀ; dS = P ⊙ (dP − rowsum(dP ⊙ P)); dQ = dS K / √d; dK = dSᵀ Q / √d. Rows of P sum to 1, so the terms of dS are at most
         2 P ‖dO‖ max ‖V‖.
         """
@@ -212,7 +212,7 @@ class _Call:
 
 @contextmanager
 def _random_state(state: Tensor | None) -> Iterator[None]:
-    """Draw random numbers from this state, and put the present one back afterwards. None: nothing is drawn."""
+    """Draw random numbers from this state, and restore the present one afterwards. None: nothing is drawn."""
     if state is None:
         yield
         return
@@ -231,7 +231,7 @@ def _norms_of_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _norms_of_bias(bias: Tensor | None, like: Tensor) -> Tensor:
-    """The norms of a key or value that each row gets beside its own, (1, rows, heads) like those of the others; 0 if there is none."""
+    """Return the norms of the key or value that is appended for each row (bias_k, bias_v), (1, rows, heads); 0 if there is none."""
     zeros = like.new_zeros(1, *like.shape[1:])
     if bias is None:
         return zeros

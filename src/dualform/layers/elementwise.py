@@ -1,7 +1,7 @@
-"""Modules that multiply their input, normalised or not, by one vector: RMSNorm in its many versions, LayerScale.
+"""Modules that multiply their input, normalised or not, by one vector: the many versions of RMSNorm, LayerScale.
 
-Every library of language models has its own RMSNorm. They are recognised by what they do, not by their names: a module with nothing but
-one vector as its parameter, whose output at a place depends on the vector's entry of that place alone, and linearly.
+Every library of language models has its own RMSNorm. They are recognised by what they do, not by their names: the only parameter is a
+vector, and each output depends linearly on the vector's entry at the same place and on no other entry.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def is_elementwise(module: nn.Module) -> bool:
         torch.manual_seed(0)
         try:
             return _probe(module, vector)
-        except Exception:  # what takes no such input is no such module
+        except Exception:  # it does not take such an input, so it is another kind of module
             return False
 
 
 def name_of_vector(module: nn.Module) -> str:
-    """The name of its only parameter."""
+    """Return the name of the module's only parameter."""
     [name] = [name for name, parameter in module._parameters.items() if parameter is not None]
     return name
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
-    """Its only linear map."""
+    """Return its only layer."""
     own_name = name_of_vector(module)
     size = module.get_parameter(own_name).numel()
     use = Use(named(own_name), "scale")
@@ -55,14 +55,14 @@ def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
 
 
 def save_input(module: nn.Module, arguments: Arguments) -> tuple[Tensor, ...]:
-    """What slots are computed from."""
+    """Return what slots are computed from: the input."""
     positional, named = arguments
-    every = (*positional, *named.values())
-    return (every[0],)
+    all_arguments = (*positional, *named.values())
+    return (all_arguments[0],)
 
 
 def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
-    """One slot for each row and position: its part of the vector's gradient."""
+    """Return one slot per row and position: its part of the vector's gradient."""
     given = saved[0].detach()
     if errors is None:  # there are no keys; this shows where the rows are
         return [LayerSlots("", given, None)]
@@ -74,7 +74,7 @@ def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[La
 
 
 def gradient_by_place(module: nn.Module, vector: Tensor, given: Tensor, error: Tensor) -> Tensor:
-    """Each place's part of the vector's gradient, rounded as the module itself rounds. given, error, result: (…, d)."""
+    """Return each place's part of the vector's gradient, rounded as the module itself rounds. given, error, result: (…, d)."""
     with torch.enable_grad(), _autograd_within_operators():
         # One copy of the vector for each place, so that autograd does not add up their gradients
         copies = vector.detach().expand(given.shape).requires_grad_()
@@ -89,7 +89,7 @@ def _autograd_within_operators() -> AbstractContextManager[Any]:
 
 
 def _forward(module: nn.Module, vector: Tensor, given: Tensor) -> Tensor:
-    """The module's output with another vector in its place, without its hooks."""
+    """Run the module, without its hooks, with another vector in the place of its parameter."""
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {}
     twin.__dict__[name_of_vector(module)] = vector
@@ -98,7 +98,7 @@ def _forward(module: nn.Module, vector: Tensor, given: Tensor) -> Tensor:
 
 
 def _only_vector(module: nn.Module) -> nn.Parameter | None:
-    """Its parameter, if that is all it has."""
+    """Return the module's parameter if it is a vector, and the module has nothing else."""
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     has_more = bool(module._modules) or any(buffer is not None for buffer in module._buffers.values())
     if has_more or len(parameters) != 1:
@@ -119,7 +119,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _probe(module: nn.Module, vector: nn.Parameter) -> bool:
-    """Try the module on random numbers."""
+    """Try the module on random numbers: is its output linear in the vector, entry by entry?"""
     given = _random_like(vector, PROBED_ROWS, PROBED_POSITIONS)
     one = _random_like(vector)
     other = _random_like(vector)

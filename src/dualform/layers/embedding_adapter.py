@@ -45,7 +45,7 @@ def parts(module: nn.Module) -> list[nn.Module]:
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
     """Two linear maps for each adapter."""
-    found = []
+    recorded = []
     for adapter in _names(module):
         of_a = f"{A}.{adapter}"
         of_b = f"{B}.{adapter}"
@@ -53,9 +53,9 @@ def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
         width = module.get_parameter(of_b).shape[0]
         use_a = Use(named(of_a), "weight")
         use_b = Use(named(of_b), "weight")
-        found.append(Layer(joined(name, of_a), "embedding", tokens, rank, (use_a,), form="numbers"))
-        found.append(Layer(joined(name, of_b), "linear", rank, width, (use_b,)))
-    return found
+        recorded.append(Layer(joined(name, of_a), "embedding", tokens, rank, (use_a,), form="numbers"))
+        recorded.append(Layer(joined(name, of_b), "linear", rank, width, (use_b,)))
+    return recorded
 
 
 def why_left_out(module: nn.Module) -> str | None:
@@ -90,8 +90,8 @@ def _in_use(module: Any) -> list[str]:
     """The adapters that the module has just added to its output."""
     if module.disable_adapters or module.merged:
         return []
-    known = _names(module)
-    return [name for name in module.active_adapters if name in known]
+    adapters = _names(module)
+    return [name for name in module.active_adapters if name in adapters]
 
 
 def _base(module: Any) -> Any:

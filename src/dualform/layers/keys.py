@@ -1,7 +1,7 @@
-"""The forms of keys, with the few products that are ever asked of them. All are (slots, d_in) in spirit.
+"""The forms of keys, and the few products that are needed of them. Each form stands for a matrix (slots, d_in).
 
-`Vectors` says what each product is; `OneHot` and `Patches` give the same without making the vectors. `RowGradients` stand where the
-slots of a row were summed when they were recorded.
+`Vectors` is that matrix, and documents the products. `OneHot` and `Patches` compute the same products without building the matrix.
+`RowGradients` replace keys and error signals where the slots of each row were summed while recording.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def in_groups(tensor: Tensor, groups: int) -> Tensor:
 
 
 class Vectors:
-    """Keys as they are."""
+    """Keys that are stored as vectors."""
 
     def __init__(self, data: Tensor):
         self.data = data
@@ -52,14 +52,14 @@ class Vectors:
         return len(self.data)
 
     def project(self, random: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
-        """keys @ random, (n, k), or for each group (n, groups, k)."""
+        """Return keys @ random, (n, k); with groups, for each group, (n, groups, k)."""
         data = select_columns(self.data, columns)
         if groups == 1:
             return data @ random
         return in_groups(data, groups) @ random
 
     def outer(self, errors: Tensor, columns: Columns = (), groups: int = 1) -> Tensor:
-        """Σ error ⊗ key over the slots, (d_out, d_in / groups)."""
+        """Return Σ error ⊗ key over the slots, (d_out, d_in / groups)."""
         data = select_columns(self.data, columns)
         if groups == 1:
             return errors.T @ data
@@ -68,16 +68,16 @@ class Vectors:
         return (errors_by_group @ keys_by_group).flatten(0, 1)
 
     def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
-        """query · key, (queries, n)."""
+        """Return query · key, (queries, n)."""
         keys = select_columns(self.data, columns)
         return select_columns(queries, columns) @ keys.T
 
     def vectors(self) -> Tensor:
-        """The keys themselves, (n, d_in)."""
+        """Return the keys, (n, d_in)."""
         return self.data
 
     def squared(self) -> Vectors:
-        """Each number squared."""
+        """Return the keys with each number squared."""
         return Vectors(self.data.square())
 
     def square_norms(self) -> Tensor:
@@ -85,18 +85,18 @@ class Vectors:
         return self.data.square().sum(1)
 
     def to(self, dtype: torch.dtype) -> Vectors:
-        """The same keys in another type of numbers."""
+        """Return the same keys in another type."""
         return Vectors(self.data.to(dtype))
 
     def select(self, which: Tensor | slice) -> Vectors:
-        """Those of some slots, by their places."""
+        """Return the keys of some slots, given by their places."""
         if isinstance(which, slice):
             return Vectors(self.data[which])
         return Vectors(self.data.index_select(0, which))
 
 
 class OneHot:
-    """One-hot keys, by the place of their one; −1 stands for a key of zeros."""
+    """One-hot keys, given by the place of their one; −1 is a key of zeros."""
 
     def __init__(self, places: Tensor, d_in: int, dtype: torch.dtype):
         self.places = places.reshape(-1).long()
@@ -117,7 +117,7 @@ class OneHot:
         return table.index_add_(0, self.places, errors).T
 
     def dot(self, queries: Tensor, columns: Columns = ()) -> Tensor:
-        """query · key; queries are numbers too, or vectors."""
+        """query · key; queries are places too, or vectors."""
         if queries.shape[-1] == self._d_in > 1:
             return queries[..., self.places].to(self._dtype)
         is_equal = queries.reshape(-1, 1).long() == self.places
@@ -129,7 +129,7 @@ class OneHot:
         return one_hot.to(self._dtype)
 
     def squared(self) -> OneHot:
-        """Each number squared: ones stay ones."""
+        """Return the same keys: 1² is 1."""
         return self
 
     def square_norms(self) -> Tensor:
@@ -137,16 +137,16 @@ class OneHot:
         return (self.places >= 0).to(self._dtype)
 
     def to(self, dtype: torch.dtype) -> OneHot:
-        """The same keys in another type of numbers."""
+        """Return the same keys in another type."""
         return OneHot(self.places, self._d_in, dtype)
 
     def select(self, which: Tensor | slice) -> OneHot:
-        """Those of some slots."""
+        """Return the keys of some slots."""
         return OneHot(self.places[which], self._d_in, self._dtype)
 
 
 class Patches:
-    """Patches of feature maps (n, channels, *size): the key of a slot is the patch that its output was computed from."""
+    """Keys of convolutions: the patches of feature maps (n, channels, *size) that each output was computed from."""
 
     def __init__(self, maps: Tensor, geometry: Geometry):
         self.geometry = geometry
@@ -204,9 +204,9 @@ class Patches:
         return gradients[1]
 
     def outer_by_row(self, errors: Tensor, groups: int) -> Tensor:
-        """Σ error ⊗ key over the slots of each row, (rows, d_out × d_in / groups). errors (rows, positions, d_out).
+        """Return Σ error ⊗ key over the slots of each row, (rows, d_out × d_in / groups). errors (rows, positions, d_out).
 
-        The maps of all rows are taken for the channels of one: each row is then a group of a convolution, which needs no patches.
+        The maps of all rows are stacked as the channels of one map. Each row is then a group of a convolution, which needs no patches.
         """
         geometry = self.geometry
         rows, _, d_out = errors.shape
@@ -236,7 +236,7 @@ class Patches:
         return patches.permute(0, *positions, 1, *kernel).reshape(-1, geometry.patch)
 
     def squared(self) -> Patches:
-        """Each number squared."""
+        """Return the keys with each number squared."""
         return self._with(self.maps.square())
 
     def square_norms(self) -> Tensor:
@@ -245,7 +245,7 @@ class Patches:
         return self.squared().project(ones)[:, 0]
 
     def to(self, dtype: torch.dtype) -> Patches:
-        """The same keys in another type of numbers."""
+        """Return the same keys in another type."""
         return self._with(self.maps.to(dtype))
 
     def _with(self, maps: Tensor) -> Patches:
@@ -256,15 +256,15 @@ class Patches:
 
 
 class RowGradients:
-    """The gradients of whole rows, Σ error ⊗ key over the slots that each had. A row is then one slot, and its error signal the number 1.
+    """The gradients of whole rows, Σ error ⊗ key over the slots of each row. A row then counts as one slot with the error signal 1.
 
-    Keys and error signals cannot be told apart any more: what a row adds to a parameter is asked for by the parameter's use.
+    There are no single keys and error signals any more: `added_to(use)` returns what each row adds to a parameter.
     """
 
     def __init__(self, data: Tensor, outputs: int, width: int):
         """data (rows, outputs × width), and, if there is a bias, its gradient (outputs) behind that.
 
-        outputs: how many error signals were kept; width: how long a row of the weight is, d_in / groups.
+        outputs: how many numbers of an error signal were kept; width: the length of a row of the weight, d_in / groups.
         """
         self.data = data
         self._outputs = outputs
@@ -291,7 +291,7 @@ class RowGradients:
         return self.data[:, self._outputs * self._width :]
 
     def added_to(self, use: Use, outputs: Tensor | None = None) -> Tensor:
-        """What each row adds to a parameter, (rows, *its rows and columns). outputs: only these of a weight's."""
+        """Return what each row adds to a parameter, (rows, *its rows and columns). outputs: only these outputs of a weight."""
         if use.role == "bias":
             return select_columns(self.biases, use.errors)
         weights = self.weights
@@ -304,17 +304,17 @@ class RowGradients:
         return weights.transpose(1, 2) if use.role == "table" else weights
 
     def summed(self, use: Use, scales: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """Σ scale · what each row adds to a parameter. scales (rows,)."""
+        """Return Σ scale · what each row adds to a parameter. scales (rows,)."""
         total = scales.unsqueeze(0) @ self.data
         return RowGradients(total, self._outputs, self._width).added_to(use, outputs)[0]
 
     def along(self, use: Use, product: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """⟨product, what a row adds to a parameter⟩, (examples, rows). product (examples, *like the parameter)."""
+        """Return ⟨product, what each row adds to a parameter⟩, (examples, rows). product (examples, *shape of the parameter)."""
         added = self.added_to(use, outputs).flatten(1)
         return product.reshape(len(product), added.shape[1]) @ added.T
 
     def squared(self) -> RowGradients:
-        """Each number squared."""
+        """Return the keys with each number squared."""
         return RowGradients(self.data.square(), self._outputs, self._width)
 
     def square_norms(self) -> Tensor:
@@ -322,18 +322,18 @@ class RowGradients:
         return self.data.square().sum(1)
 
     def to(self, dtype: torch.dtype) -> RowGradients:
-        """The same in another type of numbers."""
+        """Return the same gradients in another type."""
         return RowGradients(self.data.to(dtype), self._outputs, self._width)
 
     def select(self, which: Tensor | slice) -> RowGradients:
-        """Those of some rows, by their places."""
+        """Return the gradients of some rows, given by their places."""
         return RowGradients(self.data[which], self._outputs, self._width)
 
 
 Keys = Vectors | OneHot | Patches
 """Keys of some slots."""
 KeysOrGradients = Keys | RowGradients
-"""The same, or the gradients that the slots of rows were summed to."""
+"""Keys of some slots, or gradients of some rows."""
 
 
 def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
@@ -347,7 +347,7 @@ def _with_border(maps: Tensor, geometry: Geometry) -> Tensor:
 
 
 def keys_of(layer: Layer, stored: Tensor, size: Sequence[int], dtype: torch.dtype) -> Keys:
-    """Return keys as what they stand for. stored: a row for each, decoded; size: of each feature map; dtype: the type of numbers to compute in."""
+    """Return stored keys in their form. stored: one row per key, decoded; size: of each feature map; dtype: the type to compute in."""
     if layer.form == "numbers":
         return OneHot(stored, layer.d_in, dtype)
     if layer.geometry is None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 COUNT_LIMIT = 2**53
-"""Numbers in a manifest are smaller than this: every reader of JSON can hold them exactly, and sums of many fit into 64 bits."""
+"""Numbers in a manifest are smaller than this, so that every JSON reader holds them exactly and sums of many fit into 64 bits."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_LIMIT)]
 """A number in a manifest."""
 
@@ -22,20 +22,17 @@ def spans(columns: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Use:
-    """How a layer's slots make up a parameter.
-
-    weight: gradient = Σ error ⊗ key; table: Σ key ⊗ error (it is stored the other way round); bias: Σ error; scale: Σ of the
-    slots' own parts.
-    """
+    """How the gradient of a parameter is computed from a layer's slots."""
 
     parameter: str
     role: str
+    """weight: Σ error ⊗ key; table: Σ key ⊗ error, for parameters of shape (d_in, d_out); bias: Σ error; scale: Σ of the slots' own parts."""
     rows: tuple[Count, ...] = ()
-    """(begin, end) of the parameter's first axis, if it is a part of it."""
+    """The rows (begin, end) of the parameter that it is about, if not all."""
     keys: tuple[Count, ...] = ()
-    """(begin, end) of the key, if it is a part of it."""
+    """The columns (begin, end) of the key, if not all."""
     errors: tuple[Count, ...] = ()
-    """begin, end, begin, end … of the error signal, if it is a part of it."""
+    """The columns (begin, end, begin, end …) of the error signal, if not all."""
     groups: Count = 1
     """Key and error signal are cut into this many groups, each with a linear map of its own (convolutions)."""
 
@@ -90,7 +87,7 @@ class Layer:
 
     @property
     def parameters(self) -> list[str]:
-        """The parameters that it uses, each once."""
+        """The names of the parameters that it uses, each once."""
         return list(dict.fromkeys(use.parameter for use in self.uses))
 
     @property

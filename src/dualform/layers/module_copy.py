@@ -48,9 +48,9 @@ class Copier:
 
     def copy(self, value: Any) -> Any:
         """Return a copy, or the value itself if it cannot change or cannot be copied."""
-        known = self._copies.get(id(value))
-        if known is not None:
-            return known
+        earlier_copy = self._copies.get(id(value))
+        if earlier_copy is not None:
+            return earlier_copy
         copy_value = _COPIES.get(type(value))
         if copy_value is not None:
             return copy_value(self, value)

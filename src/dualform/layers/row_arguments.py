@@ -48,14 +48,14 @@ def options_in(value: object) -> tuple[Hashable, ...]:
         return (value,)
     if isinstance(value, str):
         return (value,) if len(value) <= LONGEST_OPTION else ()
-    found: list[Hashable] = []
+    options: list[Hashable] = []
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            found += [str(name), *options_in(inner)]
+            options += [str(name), *options_in(inner)]
     elif isinstance(value, tuple):  # not a list: its length and texts may be data
         for inner in value:
-            found += options_in(inner)
-    return tuple(found)
+            options += options_in(inner)
+    return tuple(options)
 
 
 @dataclass(frozen=True)

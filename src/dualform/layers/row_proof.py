@@ -241,8 +241,8 @@ def _has_same_shapes(some: Calls, others: Calls) -> bool:
 def _decide_calls(proof: Proof, axes: BatchAxes, trial: _Trial) -> None:
     """Decide about every call of every layer that is not decided yet."""
     for layer, inputs in trial.before.by_layer.items():
-        known = proof.decisions.get(layer, [])
-        if known and not any(decision.hidden_by for decision in known):
+        earlier = proof.decisions.get(layer, [])
+        if earlier and not any(decision.hidden_by for decision in earlier):
             continue
         decisions = []
         for call, given in enumerate(inputs):
@@ -252,7 +252,7 @@ def _decide_calls(proof: Proof, axes: BatchAxes, trial: _Trial) -> None:
             is_named = named is not None or given.axis is not None
             if is_named and decision.proves_rows:
                 proof.is_confirmed = True
-        if _count_proved(decisions) >= _count_proved(known):
+        if _count_proved(decisions) >= _count_proved(earlier):
             proof.decisions[layer] = decisions
 
 
@@ -264,11 +264,11 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
     given = trial.before.by_layer[layer][call]
     permuted = _moved_input(trial, trial.permuted, layer, call)
     replaced = [_moved_input(trial, experiment, layer, call) for experiment in trial.replaced]
-    known = [experiment for experiment in replaced if experiment is not None]
-    if permuted is None or len(known) < len(replaced):
+    experiments = [experiment for experiment in replaced if experiment is not None]
+    if permuted is None or len(experiments) < len(replaced):
         return Decision(None, "its inputs have other shapes when rows are moved")
     allowed = readings(given.lead, len(permuted.rows), given.axis) if named is None else [named]
-    decision = decide(allowed, given.numbers, permuted, known, is_coarse=given.is_coarse, module_axis=given.axis)
+    decision = decide(allowed, given.numbers, permuted, experiments, is_coarse=given.is_coarse, module_axis=given.axis)
     if decision.proves_rows and given.ordered_by:
         why = f"the model may order or select rows by their content ({given.ordered_by})"
         return Decision(decision.where, why, may_differ=True)
@@ -358,22 +358,22 @@ class Proofs:
         options = options_in(arguments)
         calls = frozenset((name, frozenset(classes)) for name, classes in shapes.items())
         kind = (module, module.training, inputs, options, calls)
-        known = self._known.get(kind)
+        proof = self._known.get(kind)
         tries = self._tries.get(kind, 0)
-        if known is not None and not (known.is_inconclusive and tries < MOST_TRIES):
-            return known, False
+        if proof is not None and not (proof.is_inconclusive and tries < MOST_TRIES):
+            return proof, False
         proofs = self._of_module.setdefault(module, [])
-        if known is None and len(proofs) >= MOST_KINDS:
+        if proof is None and len(proofs) >= MOST_KINDS:
             # A model with many experts has too many kinds of forward passes to try each
             is_new = module not in self._common
             if is_new:
                 self._common[module] = _common_proof(proofs)
             return self._common[module], is_new
-        found = find()
-        proofs.append(found)
-        self._known[kind] = found
+        new_proof = find()
+        proofs.append(new_proof)
+        self._known[kind] = new_proof
         self._tries[kind] = tries + 1
-        return found, True
+        return new_proof, True
 
 
 def _common_proof(proofs: Sequence[Proof]) -> Proof:

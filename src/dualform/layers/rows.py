@@ -1,8 +1,8 @@
-"""Which vectors of a layer's input belong to which row of the batch.
+"""Decide which vectors of a layer's input belong to which row of the batch.
 
-A slot with the wrong sample's name leaves every sum right, so names are not guessed: the model runs again with its rows permuted, and
-with some of them replaced, and the input of each layer must change in the same way (`layers/row_proof.py` does that). This file lists
-the ways in which an input can hold the rows, and decides between them from what the experiments show.
+A slot with the wrong sample's name changes no sum, so names are not guessed. The model runs again with its rows permuted, and with some of
+them replaced (`layers/row_proof.py`); the input of each layer must change in the same way. This file lists the ways in which an input can
+hold the rows (its readings), and decides between them by these experiments.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ ROWS_INSIDE = "positions × rows"
 """The axis has several entries for each row, and the rows alternate: x.flatten(0, 1) of (positions, rows, …)."""
 
 MIXING_SHARE = 0.75
-"""Rows depend on each other if this share of all vectors changes when about half of the rows are replaced."""
+"""Rows depend on each other if at least this share of all vectors changes when about half of the rows are replaced."""
 FITTING_SHARE = 0.98
-"""A reading may fit only this share of the vectors: rounding can flip a decision of a network, such as which expert gets a token."""
+"""A reading must fit at least this share of the vectors. Rounding can flip a decision of a network, such as which expert gets a token."""
 ROUNDING = 1e-5
 """Differences below this fraction of an input's root mean square are rounding."""
 SAME_VECTOR = 1e-6
-"""Vectors are the same if they differ by less than this fraction: so little that among many vectors few agree by accident."""
+"""Vectors are the same if they differ by less than this fraction of the root mean square. Few of many vectors are so close by accident."""
 CLEARLY_BETTER = 1e-2
-"""If no reading fits up to ROUNDING, the best one is taken when its error is below this fraction of the second best one's. A batch normalisation divides
-by the deviation of its inputs: where that is far below their mean, it enlarges their rounding."""
+"""If no reading fits up to ROUNDING, the best one is taken if its error is below this fraction of the second best one's. A batch normalisation
+enlarges rounding errors where the deviation of its inputs is far below their mean."""
 CLEARLY_BETTER_IN_16_BITS = 0.1
-"""The same where 16-bit arithmetic rounds."""
+"""The same for 16-bit arithmetic."""
 
 
 VECTORS_AT_ONCE = 4096
@@ -55,7 +55,7 @@ VECTORS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor (*lead, features) is read as (rows, positions, features)."""
+    """How to read a tensor (*lead, features) as (rows, positions, features)."""
 
     split: Lead
     """The leading shape, with a flattened axis split into two."""
@@ -107,7 +107,7 @@ class RowAxis:
         return f"axis {self.axis} ({self.holds})"
 
     def layout(self, lead: Lead, rows: int) -> Layout | None:
-        """How an input of this shape is read, or None if it cannot be read this way."""
+        """Return the layout of an input of this shape, or None if it cannot be read this way."""
         return _layout(self, lead, rows)
 
 
@@ -140,11 +140,11 @@ def _layout(where: RowAxis, lead: Lead, rows: int) -> Layout | None:
 def readings(lead: Lead, rows: int, axis: int | None = None) -> list[RowAxis]:
     """List every way in which an input of this shape can hold the rows. axis: the one that the module itself names, if it does."""
     axes = range(len(lead)) if axis is None else (axis,)
-    found = [RowAxis(one) for one in axes if lead[one] == rows]
+    whole = [RowAxis(one) for one in axes if lead[one] == rows]
     for one in axes:
         if lead[one] > rows and _is_multiple(lead[one], rows):
-            found += [RowAxis(one, ROWS_OUTSIDE), RowAxis(one, ROWS_INSIDE)]
-    return [*found, SHARED]
+            whole += [RowAxis(one, ROWS_OUTSIDE), RowAxis(one, ROWS_INSIDE)]
+    return [*whole, SHARED]
 
 
 def _is_multiple(length: int, rows: int) -> bool:
@@ -204,16 +204,16 @@ FOLLOWS_NOTHING = "its input does not follow the rows along any axis"
 SAME_FOR_ALL_ROWS = "its input was the same for all rows"
 SAME_AND_OF_ALL_ROWS = "its input is the same for all rows, and depends on all of them"
 PLACES = "places"
-"""Something stays in place when rows move, such as random numbers. More experiments with replaced rows may decide."""
+"""Something stays in place when rows move, such as random numbers. Replacing further rows may decide."""
 ORDER = "order"
-"""Either the model puts its rows into another order, or rows depend on each other. More experiments with replaced rows may decide."""
+"""Either the model reorders its rows, or rows depend on each other. Replacing further rows may decide."""
 MIXING = "mixing"
 """Every vector depends on every row, and on something that stays in place. Evaluation mode may decide."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which reading of an input the experiments have shown."""
+    """The reading of an input that the experiments show, if they do."""
 
     where: RowAxis | None
     """None: none of them, or several."""
@@ -231,7 +231,7 @@ class Decision:
 
     @property
     def proves_rows(self) -> bool:
-        """Whether they leave a single one, and in it each vector belongs to one row."""
+        """Whether they leave a single reading, in which each vector belongs to one row."""
         return self.is_proved and self.where != SHARED
 
 
@@ -270,7 +270,7 @@ def decide(
     if not following:
         return _decide_by_replaced_rows(allowed, before, permuted, replaced)
     if following == [SHARED]:
-        # A sorted list of all vectors does not change under a permutation either, but it does when rows are replaced
+        # An input of sorted vectors does not change under a permutation either, but it does when rows are replaced
         stays = _other_rows_stay(SHARED, before, replaced)
         return Decision(SHARED) if stays else _undecided()
     if len(following) == 1:
@@ -289,7 +289,7 @@ def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment
     """Confirm by replaced rows the only reading in which an input follows permuted rows."""
     if _mixes_rows(before, replaced) or _other_rows_stay(where, before, replaced):
         return Decision(where)
-    # Another order of the rows changes no more vectors than were replaced
+    # Reordering the rows changes no more vectors than were replaced
     is_mixed = all(_changes_more_than_replaced(before, experiment) for experiment in replaced)
     if is_mixed or _depend_on_several_rows(before, replaced):
         return _undecided(MIXING)
@@ -300,7 +300,7 @@ def _confirm(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment
 def _decide_by_replaced_rows(
     allowed: Sequence[RowAxis], before: Fingerprints, permuted: Experiment, replaced: Sequence[Experiment]
 ) -> Decision:
-    """Decide where an input follows permuted rows in no reading."""
+    """Decide if there is no reading in which the input follows permuted rows."""
     if _has_same_vectors(before, permuted):  # the model puts its rows into an order of its own
         return _undecided()
     if not _tell_rows_apart(replaced):
@@ -312,7 +312,7 @@ def _decide_by_replaced_rows(
 
 
 def _other_rows_stay(where: RowAxis, before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
-    """Whether in each experiment, vectors of rows that were not replaced are what they were."""
+    """Whether in each experiment, vectors of rows that were not replaced are unchanged."""
     return all(_others_stay(where, before, experiment) for experiment in replaced)
 
 
@@ -322,16 +322,16 @@ def _mixes_rows(before: Fingerprints, replaced: Sequence[Experiment]) -> bool:
 
 
 def _tell_rows_apart(replaced: Sequence[Experiment]) -> bool:
-    """Whether each row is replaced at least once, and in other experiments than all others: then what changes says which row is where."""
+    """Whether each row is replaced at least once, in a set of experiments of its own, so that changes show which row is where."""
     patterns = np.stack([experiment.is_moved for experiment in replaced], axis=1)
     is_each_replaced = bool(patterns.any(axis=1).all())
     return is_each_replaced and len(np.unique(patterns, axis=0)) == len(patterns)
 
 
 def _choose_among_equal(fitting: Sequence[RowAxis], module_axis: int | None) -> Decision:
-    """Equal vectors stay the same wherever they are moved.
+    """Decide between readings that fit equally well, because all rows are equal.
 
-    The first axis, or the one that the module itself names, may then be taken by its length, another one never.
+    The first axis, or the axis that the module itself names, may then be taken by its length, but no other.
     """
     if module_axis is not None and RowAxis(module_axis) in fitting:
         return Decision(RowAxis(module_axis), SAME_FOR_ALL_ROWS, may_differ=True)
@@ -340,7 +340,7 @@ def _choose_among_equal(fitting: Sequence[RowAxis], module_axis: int | None) -> 
     if SHARED in fitting:
         return Decision(SHARED, SAME_FOR_ALL_ROWS, may_differ=True)
     if not fitting:
-        # Rounding may make a few normalised rows equal; in evaluation mode, or in another batch, they differ
+        # Normalisation may make a few rows equal up to rounding; in evaluation mode, or in another batch, they differ
         return Decision(None, SAME_AND_OF_ALL_ROWS, hidden_by=MIXING, may_differ=True)
     why = f"its input can be read in several ways: {', '.join(map(str, fitting))}"
     return Decision(None, why, may_differ=True)
@@ -373,7 +373,7 @@ def _following(
 def _clearly_best(
     expected_by_reading: dict[RowAxis, Fingerprints], permuted: Experiment, share: float
 ) -> list[RowAxis]:
-    """Where arithmetic rounds more than ROUNDING, the reading that fits every row far better than any other reading does.
+    """Return the reading that fits every row far better than all others, for arithmetic that rounds more than ROUNDING.
 
     share: its error may be this fraction of the second best one's.
     """
@@ -393,25 +393,25 @@ def _clearly_best(
     return [best] if is_clear else []
 
 
-def _is_flipped_by_rounding(is_off: Bools, found: Fingerprints, before: Fingerprints) -> bool:
+def _is_flipped_by_rounding(is_off: Bools, after: Fingerprints, before: Fingerprints) -> bool:
     """Whether the vectors that are off are few, and most of them are new.
 
     A vector that stood elsewhere in the original input has been moved by the model; rounding makes new vectors.
     """
     if is_off.mean() > 1 - FITTING_SHARE:
         return False
-    known = np.sort(before, axis=None)
-    values = found[is_off]
-    right = np.searchsorted(known, values).clip(max=known.size - 1)
+    sorted_before = np.sort(before, axis=None)
+    values = after[is_off]
+    right = np.searchsorted(sorted_before, values).clip(max=sorted_before.size - 1)
     left = (right - 1).clip(min=0)
-    to_left = np.abs(known[left] - values)
-    to_right = np.abs(known[right] - values)
+    to_left = np.abs(sorted_before[left] - values)
+    to_right = np.abs(sorted_before[right] - values)
     is_known = np.minimum(to_left, to_right) <= SAME_VECTOR * _root_mean_square(before)
     return bool(is_known.mean() < 0.5)
 
 
 def _others_stay(where: RowAxis, before: Fingerprints, replaced: Experiment) -> bool:
-    """Whether vectors of rows that were not replaced are what they were."""
+    """Whether vectors of rows that were not replaced are unchanged."""
     is_changed = _is_changed(before, replaced)
     by_row = _by_row(is_changed, where, len(replaced.rows))
     if by_row is None:
@@ -435,12 +435,12 @@ def _only_replaced_change(where: RowAxis, before: Fingerprints, replaced: Experi
     by_row = _by_row(_is_changed(before, replaced), where, len(replaced.rows))
     if by_row is None:
         return False
-    # Not each of them: a row may have been replaced by an equal one
+    # Not all of them must change: a row may have been replaced by an equal one
     return bool(by_row[replaced.is_moved].any()) and _others_stay(where, before, replaced)
 
 
 def _by_row(values: Array, where: RowAxis, rows: int) -> Array | None:
-    """A copy shaped (rows, positions), or (1, positions) for shared vectors; None if it cannot be read this way."""
+    """Return a copy of shape (rows, positions), or (1, positions) for shared vectors; None if it cannot be read this way."""
     layout = where.layout(values.shape, rows)
     if layout is None:
         return None
@@ -510,7 +510,7 @@ def _is_changed(before: Fingerprints, replaced: Experiment) -> Bools:
 
 
 def _moved(before: Fingerprints, where: RowAxis, rows: RowMap) -> Fingerprints | None:
-    """The input as it should be after its rows were moved; None if it cannot be read this way."""
+    """Return what the input should be after its rows were moved; None if it cannot be read this way."""
     layout = where.layout(before.shape, len(rows))
     if layout is None:
         return None
@@ -538,16 +538,16 @@ def fingerprints(keys: Tensor, lead: int) -> Fingerprints:
         # One infinite feature must not hide which row a vector belongs to
         flat = torch.nan_to_num(flat.float(), nan=0.5, posinf=1.0, neginf=-1.0)
     if flat.shape[-1] == 1:
-        found = flat[..., 0].double()
+        products = flat[..., 0].double()
     else:
-        # A product may cancel, and float32 may round it differently in another place
+        # In float64: a product may cancel, and float32 may round it differently in another place
         direction = _direction(flat.shape[-1]).to(flat.device).double()
         vectors = flat.reshape(-1, flat.shape[-1])
         with torch.autocast(flat.device.type, enabled=False):  # an experiment may run within the user's autocast
             pieces = torch.split(vectors, VECTORS_AT_ONCE)
             parts = [piece.double() @ direction for piece in pieces]
-        found = torch.cat(parts).reshape(flat.shape[:-1])
-    numbers: Fingerprints = found.cpu().numpy()
+        products = torch.cat(parts).reshape(flat.shape[:-1])
+    numbers: Fingerprints = products.cpu().numpy()
     return numbers
 
 

@@ -183,8 +183,8 @@ def _why_weights_are_left_out(module: nn.Module) -> str | None:
 def _why_types_are_left_out(parameters: Sequence[nn.Parameter]) -> str | None:
     for parameter in parameters:
         if parameter.dtype not in RECORDED_TYPES:
-            known = ", ".join(map(_name_of_type, RECORDED_TYPES))
-            return f"its weight is {_name_of_type(parameter.dtype)}; these types can be recorded: {known}"
+            allowed = ", ".join(map(_name_of_type, RECORDED_TYPES))
+            return f"its weight is {_name_of_type(parameter.dtype)}; these types can be recorded: {allowed}"
     return None
 
 
