@@ -1,8 +1,8 @@
-"""A parameter, or its gradient, seen through a private random matrix R.
+"""Projections of a parameter, or of its gradient, with a private random matrix R.
 
-A product with R takes a small part of the time of the product that makes a gradient, and shows nearly every difference (Freivalds).
-The recorder compares gradients and weights through it, and stores one number of each weight after each step; `verify` can so compare
-weights of which there is no copy.
+A product with R is much cheaper than computing a gradient, and shows nearly every difference (Freivalds' algorithm). The recorder
+compares the projections of gradients, and stores one number of each weight after each step, so that `verify` can check weights of which
+there is no copy.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from dualform.arrays import Floats
 
 Projected = Floats
-"""A tensor seen through R, (rows × columns of R,)."""
+"""A tensor times R, (rows × columns of R,)."""
 
 SLACK = 64.0
 """How many unit roundoffs, relative to the sum of absolute terms, pass as rounding."""
 
 UNDERFLOW = 1e-30
-"""A rest this small is no reason to doubt a gradient. Below 1e-38, float32 loses digits of an error signal, and soon all of them; keys, which may be
-large, multiply what is lost."""
+"""A difference this small is never an error. Below 1e-38, float32 loses the digits of an error signal, and keys, which may be large,
+multiply the loss."""
 
 SMALL = 1e-15
 LARGE = 1e15
-"""A norm between them is right even if it was computed in float32: squares have neither vanished nor overflowed."""
+"""A norm between them is right even if computed in float32: squares neither underflowed nor overflowed."""
 EQUATIONS = 16
-"""At least this many equations check a weight: R gets more columns if it has few outputs."""
+"""At least this many equations check a weight. R has more columns if there are few outputs."""
 SHORT = 64
-"""Up to this many inputs, the entries of R are of different sizes, 1 in the mean square; else ±1. Few random signs may all be equal, and then rows
-that sum to zero, as LayerNorm makes them, could not be seen."""
+"""Up to this many inputs, the entries of R have different sizes, with a mean square of 1; beyond, they are ±1. A few random signs may all be
+equal, and would then miss rows that sum to zero, such as those of LayerNorm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,24 +43,24 @@ class Projection:
     """R and r of one parameter."""
 
     is_matrix: bool
-    """False: a bias or an elementwise weight, which is compared as it is."""
+    """False: a bias or an elementwise weight, which is compared without R."""
     rows: int
     columns: int
     """Of R; 1 for a vector."""
     random: Tensor
-    """R, (inputs, columns), entries of size 1 or about 1, column after column in memory, for fast products."""
+    """R, (inputs, columns), in column-major order for fast products. Its entries have sizes of about 1."""
     mixed: Projected
-    """r, (rows × columns,): the number that is stored of a weight W is r · (W R)."""
+    """r, (rows × columns,). The number stored of a weight W is r · (W R)."""
     copies: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
-    """R on other devices and in other types: copied once, not at each backward pass."""
+    """Copies of R on other devices and in other types."""
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, vector: bool) -> Projection:
-        """Always the same for a parameter of this name and shape in a recording with this seed. dtype: that of the parameter."""
+        """Return the projection of a parameter, which depends only on its name, shape, dtype and the seed of the recording."""
         numel = math.prod(shape)
         rows = numel if vector else shape[0]
         inputs = 1 if vector else numel // max(rows, 1)
-        # A generator of its own: the user's random numbers are not touched
+        # A generator of its own, so that the user's random numbers do not change
         hashed = xxhash.xxh3_64_intdigest(name.encode())
         generator = torch.Generator().manual_seed(seed ^ hashed >> 2)
         random = random_columns(inputs, rows, wide_enough(dtype), generator)
@@ -70,7 +70,7 @@ class Projection:
         return Projection(not vector, rows, columns, random, mixed)
 
     def project(self, tensor: Tensor) -> Projected:
-        """Return a tensor like the parameter, or some of its rows, as seen through R. The product runs on the tensor's own device."""
+        """Return tensor @ R, for a tensor like the parameter or some of its rows. The product runs on the tensor's device."""
         tensor = tensor.detach()
         tensor = tensor.to(wide_enough(tensor.dtype))
         if self.is_matrix:
@@ -81,7 +81,7 @@ class Projection:
         return projected
 
     def random_like(self, tensor: Tensor) -> Tensor:
-        """R in the type and place of a tensor."""
+        """Return R in the type and on the device of a tensor."""
         if tensor.dtype is self.random.dtype and tensor.device == self.random.device:
             return self.random
         key = (tensor.device, tensor.dtype)
@@ -90,18 +90,18 @@ class Projection:
         return self.copies[key]
 
     def fingerprint(self, projected: Projected) -> float:
-        """One number that tells what was seen: r · (W R)."""
+        """Return one number for a projected tensor: r · (W R)."""
         with np.errstate(all="ignore"):  # what has diverged may overflow
             return float(self.mixed @ projected)
 
 
 def wide_enough(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of this type are multiplied and added up: 16-bit ones in float32."""
+    """Return the type in which to multiply and add numbers of this type: float32 for 16-bit types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def norm_of_tensor(tensor: Tensor) -> float:
-    """The Euclidean norm of a tensor of any size."""
+    """Return the Euclidean norm of a tensor, however small or large its numbers are."""
     norm = float(torch.linalg.vector_norm(tensor, dtype=wide_enough(tensor.dtype)))
     if SMALL < norm < LARGE:
         return norm
@@ -120,7 +120,7 @@ def has_float64(device: str) -> bool:
 
 
 def random_columns(inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """R: (inputs, k), with enough columns for EQUATIONS equations, if there are as many inputs."""
+    """Return R, (inputs, k), with enough columns for EQUATIONS equations, or as many columns as inputs."""
     needed = math.ceil(EQUATIONS / max(outputs, 1))
     columns = max(1, min(inputs, needed))
     signs = 2 * torch.randint(0, 2, (inputs, columns), generator=generator) - 1

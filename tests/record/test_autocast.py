@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.dual.masked import masked_by_groups
-from dualform.dual.totals import find
+from dualform.dual.totals import find_totals
 from dualform.errors import UnexplainedError
 from dualform.projection import Projection
 from dualform.record import begin
@@ -67,7 +67,7 @@ def test_autocast_may_come_and_go_beside_totals(tmp_path, kind):
                 loss = F.cross_entropy(model(inputs[ids]).float(), labels[ids])
             loss.backward()
             optimizer.step()
-    view = find(dualform.open(tmp_path / "run").store, ["label"], 4, deltas=True)
+    view = find_totals(dualform.open(tmp_path / "run").store, ["label"], 4, deltas=True)
     torch.testing.assert_close(masked_by_groups(view, "0.weight").float(), model[0].weight.detach(), rtol=0, atol=1e-5)
 
 
@@ -208,7 +208,7 @@ def test_what_rounding_may_have_done_to_totals_is_little(tmp_path):
     require(torch.bfloat16)
     settings = {"keep": "totals", "totals": ["label"]}
     dual = train_on_sequences(tmp_path / "run", ATTENTIONS["plain"], **settings)
-    view = find(dual.store, ["label"], dual.end_step, deltas=True)
+    view = find_totals(dual.store, ["label"], dual.end_step, deltas=True)
     rounding = view.rounding_of_gradients("body.in_proj_weight")
     trained = dual.store.snapshot(dual.end_step)["model.body.in_proj_weight"]
     moved = (trained - dual.store.snapshot(0)["model.body.in_proj_weight"]).norm()

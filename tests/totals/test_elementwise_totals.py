@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualform
-from dualform.dual.totals import find
+from dualform.dual.totals import find_totals
 from dualform.record import finished
 from lion import Lion
 
@@ -143,7 +143,7 @@ def test_initial_part_and_groups_are_the_weights(runs):
     certificate = dual.verify()
     assert certificate.passed, str(certificate)
     for columns in by:
-        view = find(dual.store, [columns] if isinstance(columns, str) else columns, dual.end_step, deltas=True)
+        view = find_totals(dual.store, [columns] if isinstance(columns, str) else columns, dual.end_step, deltas=True)
         for name, parameter in model.named_parameters():
             together = view.initial(name) + view.deltas(name).sum(0)
             torch.testing.assert_close(

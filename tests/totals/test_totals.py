@@ -10,7 +10,7 @@ from torch import nn
 import dualform
 from dualform.dual import totals as dual_totals
 from dualform.dual.masked import masked_by_groups
-from dualform.dual.totals import find
+from dualform.dual.totals import find_totals
 from dualform.errors import NotRecordedError, QuestionError, RecordingError
 from dualform.record import finished
 
@@ -64,10 +64,10 @@ def test_large_sums_are_multiplied_in_their_own_type(tmp_path, monkeypatch, quer
     model = network()
     x = train(tmp_path / "run", model)[:queries].float()
     dualform.build_totals(tmp_path / "run", "sample_id", kind="keys")
-    view = find(dualform.open(tmp_path / "run").store, ["sample_id"], 12, deltas=False)
+    view = find_totals(dualform.open(tmp_path / "run").store, ["sample_id"], 12, deltas=False)
     layer = dualform.open(tmp_path / "run").store.layer("0")[1]
     expected = x.double() @ view.key_sums(layer).double().T
-    monkeypatch.setattr(dual_totals, "SMALL", 0)
+    monkeypatch.setattr(dual_totals, "FLOAT64_NUMBERS", 0)
     monkeypatch.setattr(dual_totals, "STRETCH_BYTES", 4 * FEATURES * 7)
     torch.testing.assert_close(view.dots(layer, x), expected, rtol=1e-5, atol=1e-5)
 
@@ -309,7 +309,7 @@ def test_an_empty_batch_is_in_no_group(tmp_path, order):
     found = dual.attend(x)["0"].total("label").sort("query", "label")["total"].to_numpy().reshape(8, CLASSES)
     expected = [[(x[labels == label] @ query).sum() for label in range(CLASSES)] for query in x]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    view = find(dual.store, ["label"], dual.end_step, deltas=True)
+    view = find_totals(dual.store, ["label"], dual.end_step, deltas=True)
     torch.testing.assert_close(masked_by_groups(view, "2.weight"), model[2].weight.detach(), rtol=0, atol=1e-14)
 
 

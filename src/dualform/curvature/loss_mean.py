@@ -1,8 +1,8 @@
-"""The mean that a loss takes, undone: by how many positions, or rows, the error signals of each call were divided.
+"""Undo the mean of a loss: how many positions, or rows, the error signals of each call were divided by.
 
-A loss that is a mean over tokens divides every error signal by the number of tokens that have a loss in the batch. The same sample would then
-count less beside longer ones. That number is read from the layer nearest to the loss, the one whose error signal arrives first in a
-backward pass: its slots that are not silent. For a classifier these are the rows.
+A loss that is a mean over tokens divides every error signal by the number of tokens with a loss in the batch, so that a sample would count
+less beside longer ones. That number is the number of slots, silent ones excluded, of the layer nearest to the loss, whose error signal
+arrives first in a backward pass. For a classifier these are the rows.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from dualform.store.slots import SlotChunk
 LOSS_MEANS = ("tokens", "rows", "none")
 """What a loss may be a mean over: the positions that have a loss, the rows of the batch, or nothing (a sum)."""
 RECORDED_MEAN = "tokens"
-"""What the recorder takes the loss for a mean over, where it counts curvature."""
+"""What the recorder assumes where it counts curvature."""
 
 
 class Call(NamedTuple):
-    """What is known of a call of a layer in a training step."""
+    """A call of a layer in a training step."""
 
     step: int
     backward: int
     first_row: int
-    """NO_ROW: the call serves all rows."""
+    """NO_ROW: its slots belong to all rows."""
     rows: int
     layer: int
     arrival: int
-    """The place of its error signal among those of the backward pass; the lowest is nearest to the loss."""
+    """The order in which its error signal arrived in the backward pass; the first is nearest to the loss."""
     written: int
     """How many of its slots are not silent."""
 
 
 BACKWARD = ["step", "backward"]
-"""What tells backward passes apart."""
+"""The columns that identify a backward pass."""
 BATCH = [*BACKWARD, "first_row"]
-"""What tells the batches of all backward passes apart."""
+"""The columns that identify a batch in a backward pass."""
 
 
 def table_of_calls(calls: Sequence[Sequence[int]] | Ints) -> pl.DataFrame:
-    """A line for each call, with the numbers of Call."""
+    """Return a line for each call, with the fields of Call."""
     schema = dict.fromkeys(Call._fields, pl.Int64)
     numbers = np.asarray(calls, np.int64).reshape(-1, len(schema))
     return pl.DataFrame(numbers, schema=schema, orient="row")
 
 
 def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
-    """The calls of one step."""
+    """Return the calls of one step."""
     calls = []
     for block in blocks:
         call = Call(
@@ -73,9 +73,9 @@ def calls_of_blocks(blocks: Sequence[Block]) -> pl.DataFrame:
 
 
 def divisors(calls: pl.DataFrame, mean: str) -> Floats:
-    """By what the error signals of each call were divided, (calls,). calls: as table_of_calls gives them. mean: one of LOSS_MEANS.
+    """Return what the error signals of each call were divided by, (calls,). calls: from table_of_calls. mean: one of LOSS_MEANS.
 
-    Calls of one backward pass and one batch() call share a mean. A call that serves all rows has that of the batch nearest to the loss.
+    Calls of one backward pass and one batch() share a divisor. A call that serves all rows has that of the batch nearest to the loss.
     """
     if mean == "none":
         return np.ones(calls.height)
@@ -84,15 +84,15 @@ def divisors(calls: pl.DataFrame, mean: str) -> Floats:
     of_batches = _means_of_batches(calls.filter(has_rows), mean)
     nearest_batch = pl.col("of_batch").sort_by("arrival").first()
     of_passes = of_batches.group_by(BACKWARD).agg(nearest_batch.alias("of_pass"))
-    known = calls.join(of_batches, on=BATCH, how="left", maintain_order="left")
-    known = known.join(of_passes, on=BACKWARD, how="left", maintain_order="left")
+    joined = calls.join(of_batches, on=BATCH, how="left", maintain_order="left")
+    joined = joined.join(of_passes, on=BACKWARD, how="left", maintain_order="left")
     divisor = pl.when(is_shared).then("of_pass").when(has_rows).then("of_batch").fill_null(1.0)
-    found: Floats = known.select(divisor.alias("divisor"))["divisor"].to_numpy()
-    return found
+    divided_by: Floats = joined.select(divisor.alias("divisor"))["divisor"].to_numpy()
+    return divided_by
 
 
 def _means_of_batches(calls: pl.DataFrame, mean: str) -> pl.DataFrame:
-    """What the loss of each batch was a mean over (`of_batch`), and the arrival of the call that is nearest to it."""
+    """Return what the loss of each batch was divided by (`of_batch`), and when the call nearest to it arrived."""
     # Of the layers of one module, the last is nearest to the loss
     nearest_first = calls.sort([*BATCH, "arrival", "layer"], descending=[False] * 4 + [True])
     rows = pl.col("rows").first()
@@ -105,7 +105,7 @@ def _means_of_batches(calls: pl.DataFrame, mean: str) -> pl.DataFrame:
 
 
 class LossMean:
-    """The mean that the loss of a recording took, for each of its calls."""
+    """The divisors of a recording, call by call."""
 
     def __init__(self, store: Store, mean: str = "tokens"):
         """mean: one of LOSS_MEANS."""
@@ -121,17 +121,17 @@ class LossMean:
             start = end
 
     def of_blocks(self, chunk: SlotChunk) -> Floats:
-        """(blocks,): by what error signals were divided."""
+        """Return what the error signals of each block were divided by, (blocks,)."""
         of_chunk = self._of_chunk[_key(chunk)]
         return of_chunk[: len(chunk.blocks)]
 
     def of_slots(self, chunk: SlotChunk, low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """(slots,): the same for the slots low to high."""
+        """Return the same for the slots low to high, (slots,)."""
         of_slots = chunk.per_slot(self.of_blocks(chunk))
         return torch.from_numpy(of_slots[low:high]).to(dtype)
 
     def of_some(self, chunk: SlotChunk, slots: Ints, dtype: torch.dtype) -> Tensor:
-        """(slots,): the same for some slots, by their places in the chunk."""
+        """Return the same for some slots, given by their places in the chunk, (slots,)."""
         blocks = np.searchsorted(chunk.starts, slots, "right") - 1
         of_slots = self.of_blocks(chunk)[blocks]
         return torch.from_numpy(of_slots).to(dtype)
@@ -142,7 +142,7 @@ def _key(chunk: SlotChunk) -> tuple[int, int]:
 
 
 def _calls(chunks: Sequence[SlotChunk]) -> pl.DataFrame:
-    """The calls of some chunks, one chunk's after the other's. Those without slots count for nothing."""
+    """Return the calls of some chunks, one chunk after the other."""
     tables = [np.zeros((0, len(Call._fields)), np.int64)]
     for chunk in chunks:
         step, backward, _, first_row, rows, _, arrival = chunk.blocks.T

@@ -1,9 +1,9 @@
-"""The linear maps inside a layer, each with its biases: which keys meet which error signals.
+"""The linear maps inside a layer, each with its biases: which part of the key is multiplied by which part of the error signal.
 
-A layer's gradient falls into maps: Σ over slots of error ⊗ (key, constant). Most layers are one map; a GRU is two, for its two
-weights see different error signals; a grouped convolution is one for each group. The biases of a map stand behind its key as one
-constant: √(number of biases), for two equal gradients count twice in every inner product. An elementwise weight is a map without a
-key: its slots' own parts stand in the place of error signals, and the constant is its key; so is its bias.
+The gradient of a map is Σ error ⊗ (key, constant) over its slots. Most layers are one map. A GRU is two, since its two weights see
+different error signals; a grouped convolution is one for each group. The biases of a map are appended to its key as one constant,
+√(number of biases), because equal gradients count twice in every inner product. An elementwise weight is a map without a key: the
+slots' own parts take the place of error signals, and the key is the constant alone. Its bias is another such map.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class LinearMap:
     """One linear map inside a layer."""
 
     width: int
-    """How long its keys are (in each group), without the constant."""
+    """The length of its keys (in each group), without the constant."""
     outputs: int
-    """How long its error signals are (in each group)."""
+    """The length of its error signals (in each group)."""
     constant: float
-    """What stands behind each key; 0: there is no bias."""
+    """The number that is appended to each key; 0: there is no bias."""
     keys: tuple[int, ...] = ()
-    """begin, end, … of the layer's key, if it is a part of it."""
+    """The columns of the layer's key (begin, end, …), if not all."""
     errors: tuple[int, ...] = ()
-    """begin, end, … of the layer's error signal, if it is a part of it."""
+    """The columns of the layer's error signal (begin, end, …), if not all."""
     groups: int = 1
     is_one_hot: bool = False
-    """Whether keys are one-hot: they are then given by the place of their one."""
+    """Whether keys are one-hot, and given by the place of their one."""
     of_parts: bool = False
-    """Whether the slots' own parts stand in the place of error signals."""
+    """Whether the slots' own parts take the place of error signals (elementwise weights)."""
 
     def key_side(self, keys: Keys) -> Tensor:
-        """(n, groups, width), without the constant; of one-hot keys their places, (n,)."""
+        """Return the map's part of keys, (n, groups, width), without the constant; for one-hot keys their places, (n,)."""
         if self.is_one_hot:
             assert isinstance(keys, OneHot)
             return keys.places
@@ -51,26 +51,26 @@ class LinearMap:
         return vectors.reshape(len(vectors), self.groups, self.width)
 
     def error_side(self, keys: Keys, errors: Tensor) -> Tensor:
-        """(n, groups, outputs)."""
-        found = keys.vectors() if self.of_parts else select_columns(errors, self.errors)
-        return found.reshape(len(found), self.groups, self.outputs)
+        """Return the map's part of error signals, (n, groups, outputs)."""
+        vectors = keys.vectors() if self.of_parts else select_columns(errors, self.errors)
+        return vectors.reshape(len(vectors), self.groups, self.outputs)
 
     def of_gradients(self, gradients: RowGradients) -> tuple[Tensor, Tensor]:
-        """The gradients of rows as this map sees them: Σ error ⊗ key, (rows, groups, outputs, width), and Σ error, (rows, groups, outputs).
+        """Return the map's part of row gradients: Σ error ⊗ key, (rows, groups, outputs, width), and Σ error, (rows, groups, outputs).
 
-        The second is zero where there is no bias.
+        The second is zero if there is no bias.
         """
         weights = select_columns(gradients.weights, self.keys)
-        of_constant = gradients.biases
         if self.errors:
             weights = select_columns(weights.transpose(1, 2), self.errors).transpose(1, 2)
         shape = (len(gradients), self.groups, self.outputs)
+        weights = weights.reshape(*shape, self.width)
         if not self.constant:
-            return weights.reshape(*shape, self.width), weights.new_zeros(shape)
-        return weights.reshape(*shape, self.width), select_columns(of_constant, self.errors).reshape(shape)
+            return weights, weights.new_zeros(shape)
+        return weights, select_columns(gradients.biases, self.errors).reshape(shape)
 
     def with_constant(self, vectors: Tensor) -> Tensor:
-        """(…, width) → (…, width + 1): with the constant behind each vector."""
+        """Append the constant to each vector: (…, width) → (…, width + 1)."""
         constants = vectors.new_full((*vectors.shape[:-1], 1), self.constant)
         return torch.cat([vectors, constants], -1)
 
@@ -79,10 +79,10 @@ def linear_maps(layer: Layer) -> list[LinearMap]:
     """Return the linear maps inside a layer."""
     if layer.form == "parts":
         return _elementwise_maps(layer)
-    found: dict[tuple[tuple[int, ...], int], list[Use]] = {}
+    uses_by_map: dict[tuple[tuple[int, ...], int], list[Use]] = {}
     for use in layer.bilinear():
-        found.setdefault((use.errors, use.groups), []).append(use)
-    return [_map_of(layer, uses) for uses in found.values()]
+        uses_by_map.setdefault((use.errors, use.groups), []).append(use)
+    return [_map_of(layer, uses) for uses in uses_by_map.values()]
 
 
 def _elementwise_maps(layer: Layer) -> list[LinearMap]:

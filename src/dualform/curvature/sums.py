@@ -1,8 +1,8 @@
 """Curvature: for each linear map and segment, the mean key ⊗ key and the mean error ⊗ error.
 
-Their Kronecker product stands for the mean of gradient ⊗ gradient over samples, as in K-FAC; where a row has several positions, times
-their number, as if positions were independent of each other. Error signals count with the loss's mean undone; slots that wrote nothing
-(padding, ignored labels) do not count.
+Their Kronecker product approximates the mean of gradient ⊗ gradient over samples, as in K-FAC. If a row has several positions, it is
+multiplied by their number, as if positions were independent. Error signals are multiplied by the divisor of the loss's mean
+(loss_mean.py); slots that wrote nothing (padding, ignored labels) do not count.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from dualform.layers.keys import Keys
 
 @dataclass(frozen=True)
 class Factors:
-    """Of one linear map in one segment, float64."""
+    """The Kronecker factors of one linear map in one segment, float64."""
 
     keys: Tensor
     """(groups, width + 1, width + 1), the constant last, (groups, width, width) if there is none; of one-hot keys: (width,)."""
     errors: Tensor
     """(groups, outputs, outputs)"""
     positions: float
-    """Slots for each row."""
+    """Slots per row."""
 
 
 DAMPING = 0.3
-"""What is added to the curvature, relative to its mean eigenvalue, unless told otherwise."""
+"""What is added to the curvature by default, relative to its mean eigenvalue."""
 
 
 def damped(curvature: Tensor, damping: float) -> Tensor:
-    """curvature (groups, d, d) + damping · its mean eigenvalue. Where there is none, all vectors are zero: any number will do."""
+    """Return curvature (groups, d, d) + damping · its mean eigenvalue. If that is 0, all vectors are zero, and any number will do."""
     groups, width, _ = curvature.shape
     mean = curvature.diagonal(dim1=1, dim2=2).mean(1)
     added = torch.where(mean > 0, damping * mean, 1)
@@ -42,26 +42,26 @@ def damped(curvature: Tensor, damping: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Curvature:
-    """Of one layer in one segment."""
+    """The curvature of one layer in one segment."""
 
     maps: list[Factors]
     norms: Tensor | None
-    """(rows,) float32, if each row has one slot and its key is a vector: √(keyᵀ (A + αI)⁻¹ key) at the usual damping. With them, keys
-    that cannot matter are passed over."""
+    """(rows,) float32, if each row has one slot and its key is a vector: √(keyᵀ (A + αI)⁻¹ key) at the default damping. A search skips
+    rows whose norm is too small to matter."""
 
 
 def size(linear_map: LinearMap) -> int:
-    """How many numbers the curvature of a map has."""
+    """Return how many numbers the curvature of a map has."""
     width = linear_map.width + bool(linear_map.constant)
     of_keys = linear_map.width if linear_map.is_one_hot else linear_map.groups * width**2
     return of_keys + linear_map.groups * linear_map.outputs**2
 
 
 class Sums:
-    """The same, while slots are added."""
+    """The sums that Factors are the means of, slot by slot."""
 
     def __init__(self, linear_map: LinearMap):
-        self._pairing = linear_map
+        self._linear_map = linear_map
         width = linear_map.width + bool(linear_map.constant)
         shape = (linear_map.width,) if linear_map.is_one_hot else (linear_map.groups, width, width)
         self.keys = torch.zeros(shape, dtype=torch.float64)
@@ -69,11 +69,11 @@ class Sums:
         self.slots = 0
 
     def add(self, keys: Keys, errors: Tensor, divisor: Tensor, written: Tensor | None = None) -> None:
-        """errors (slots, d_out) as they are; divisor (slots,): by what the loss's mean has divided them.
+        """Add slots. errors (slots, d_out), as recorded; divisor (slots,): what the loss's mean divided them by.
 
-        written (slots,): which slots wrote something; the others do not count. None: all.
+        written (slots,): which slots wrote something; the others do not count. None: all did.
         """
-        linear_map = self._pairing
+        linear_map = self._linear_map
         own_keys = linear_map.key_side(keys)
         own_errors = linear_map.error_side(keys, errors) * divisor[:, None, None]
         if written is not None:
@@ -93,18 +93,18 @@ class Sums:
             self.keys[:, width, width] += linear_map.constant**2 * len(own_errors)
 
     def add_counted(self, keys: Tensor, errors: Tensor, slots: int, divisor: float) -> None:
-        """Add what other sums hold of error signals as they are. divisor: by what the loss's mean has divided them."""
+        """Add sums over slots whose error signals are as recorded. divisor: what the loss's mean divided them by."""
         self.keys += keys
         self.errors += errors * divisor**2
         self.slots += slots
 
     def factors(self, positions: float) -> Factors:
-        """The means. positions: slots for each row."""
+        """Return the means. positions: slots per row."""
         count = max(1, self.slots)
         return Factors(self.keys / count, self.errors / count, positions)
 
 
 def _squares(vectors: Tensor) -> Tensor:
-    """(n, groups, d) → (groups, d, d)."""
+    """Return Σ vector ⊗ vector in each group: (n, groups, d) → (groups, d, d)."""
     apart = vectors.transpose(0, 1)
     return (apart.transpose(1, 2) @ apart).double()

@@ -1,7 +1,7 @@
-"""Do the stored slots of each update give a gradient of the size that the recorder has seen?
+"""Check that the stored slots of each update give a gradient of the size that the recorder saw.
 
-The weights at the end tell little about a single slot where all slots together are rounded to 16 bits, or where a parameter has hardly moved.
-But the recorder stores the size of every gradient, ‖gradient @ R‖, and the slots of one update are few: a wrong one among them shows.
+The final weights say little about a single slot if all slots are rounded to 16 bits, or if a parameter has hardly moved. But the
+recorder stores the size of every gradient, ‖gradient @ R‖, and an update has few slots, so that a wrong one shows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
 
 EVENLY_SPREAD = 3.0
-"""The square of what is off by up to 1, evenly spread, is 1 / 3 on average."""
+"""Of an error spread evenly between −1 and 1, the mean square is 1 / 3."""
 STORAGE_SLACK = 4.0
-"""This many standard deviations of the rounding of stored slots pass."""
+"""How many standard deviations of the rounding of stored slots pass."""
 
 
 @dataclass(frozen=True)
@@ -36,48 +36,48 @@ class WrongSize:
 
     step: int
     stored: float
-    """‖gradient @ R‖ as the recorder saw it, relative to R."""
+    """‖gradient @ R‖ / √(columns of R), as the recorder saw it."""
     found: float
-    """The same of the stored slots."""
+    """The same, computed from the stored slots."""
 
     def __str__(self) -> str:
         return f"its slots at step {self.step} give a gradient of size {self.found:.4g} instead of {self.stored:.4g}"
 
 
 def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
-    """Return the first update before `end` whose slots are not those that the recorder has seen, or None."""
+    """Return the first update before `end` whose slots give a gradient of another size than recorded, or None."""
     if not store.manifest.keeps_gradients or store.is_vector(parameter):
         return None
     if kept_rows(store, parameter) is not None:  # sizes are those of all rows
         return None
     check = _Check(store, parameter, end)
-    seen = _seen_sizes(store, parameter, end)
-    for place, (step, size, residual, is_rounded) in enumerate(seen.iter_rows()):
+    recorded = _seen_sizes(store, parameter, end)
+    for place, (step, size, residual, is_rounded) in enumerate(recorded.iter_rows()):
         # Under autocast the gradient itself was rounded to 16 bits, and its factor is known to as many
         if is_rounded or not math.isfinite(size) or not math.isfinite(residual):
             continue
         calls = check.read(place)
-        found = check.size_of(calls)
-        difference = abs(found - size)
+        computed = check.size_of(calls)
+        difference = abs(computed - size)
         allowed = max(residual * size, UNDERFLOW)
         if difference <= allowed:
-            continue  # as nearly always: what rounding explains takes longer to find than the size itself
-        # A difference that is not a number is wrong, too
+            continue  # the usual case; what rounding explains takes longer to compute than the size
+        # `not <=`, so that a difference that is not a number fails
         if not difference <= allowed + check.rounding_of(calls):
-            return WrongSize(step, size, found)
+            return WrongSize(step, size, computed)
     return None
 
 
 def _seen_sizes(store: Store, parameter: str, end: int) -> pl.DataFrame:
-    """What the recorder wrote down of each update: step, size, residual, is_rounded."""
-    mine = update_table(store, parameter, 0, end)
-    has_autocast = "autocast" in mine.columns
+    """Return what the recorder stored of each update: step, size, residual, is_rounded."""
+    updates = update_table(store, parameter, 0, end)
+    has_autocast = "autocast" in updates.columns
     is_rounded = pl.col("autocast").is_not_null() if has_autocast else pl.lit(False)
-    return mine.select("step", "size", "residual", is_rounded.alias("is_rounded"))
+    return updates.select("step", "size", "residual", is_rounded.alias("is_rounded"))
 
 
 def projection_of(store: Store, parameter: str) -> Projection:
-    """The private matrix R that the recorder saw a parameter through."""
+    """Return the private random matrix R that the recorder multiplied a parameter's gradients by."""
     described = description(store, parameter)
     dtype = getattr(torch, described.dtype)
     seed = int(store.manifest.settings["seed"])
@@ -85,7 +85,7 @@ def projection_of(store: Store, parameter: str) -> Projection:
 
 
 class _Check:
-    """Sizes of one parameter's gradients, from its slots."""
+    """Computes the sizes of one parameter's gradients from its slots."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class _Check:
         self._storage = storage_roundoff(store, parameter)
 
     def read(self, place: int) -> Sequence[Call]:
-        """The slots of an update, call by call."""
+        """Return the slots of an update, call by call."""
         return self._gradients.read(place).calls
 
     def size_of(self, calls: Sequence[Call]) -> float:
-        """The size of the gradient that slots give, seen through R."""
+        """Return the size of the gradient that slots give, multiplied by R."""
         projection = self._projection
         total = np.zeros((projection.rows, projection.columns))
         for call in calls:
@@ -115,7 +115,7 @@ class _Check:
         return float(np.linalg.norm(total)) / math.sqrt(projection.columns)
 
     def rounding_of(self, calls: Sequence[Call]) -> float:
-        """How far rounding may have moved that size."""
+        """Return how far rounding may have moved that size."""
         calls = [_in_float64(call) for call in calls]
         terms = 0.0
         for call in calls:
@@ -130,9 +130,9 @@ class _Check:
         return computing + STORAGE_SLACK * spread
 
     def _variance_of(self, calls: Sequence[Call]) -> float:
-        """The variance of the gradient seen through R, if each stored number is off by up to one part of its size, evenly spread.
+        """Return the variance of gradient @ R if each stored number is off by up to its own size, spread evenly.
 
-        The same sample in several micro-batches has equal slots, which are off by the same.
+        Equal slots (a sample that is in several micro-batches) have equal errors, which add up.
         """
         key_counts = _counts_of_equals([call.keys.square_norms() for call in calls])
         error_counts = _counts_of_equals([call.errors.square().sum(1) for call in calls])
@@ -147,12 +147,12 @@ class _Check:
 
 
 def _in_float64(call: Call) -> Call:
-    """The slots of a call, where their squares do not vanish."""
+    """Return a call with its slots in float64, so that their squares do not underflow."""
     return replace(call, keys=call.keys.to(torch.float64), errors=call.errors.double())
 
 
 def _counts_of_equals(square_norms: Sequence[Tensor]) -> list[Tensor]:
-    """How many of all vectors are equal to each: they have the same norm. square_norms: (n,) for each call."""
+    """Return how many of all vectors are equal to each one, by their norms. square_norms: (n,) for each call."""
     if not square_norms:
         return []
     norms = torch.cat(list(square_norms)).numpy()
@@ -168,7 +168,7 @@ def _squares_through(
     errors: Tensor,
     random: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """‖d(slot @ R)‖² of each slot, if each number of its key is off by its own size, and the same for its error signal: two times (n,)."""
+    """Return ‖error of slot @ R‖² of each slot if its key, or its error signal, is off by its own size: two tensors (n,)."""
     square_rows = random.square().sum(1, keepdim=True)
     if isinstance(keys, RowGradients):  # one number is stored for each entry, and none for its error signal
         of_entries = (keys.added_to(use).square() @ square_rows).flatten(1).sum(1)
@@ -194,7 +194,7 @@ def _projected(
     errors: Tensor,
     random: Tensor,
 ) -> Tensor:
-    """What slots add to a weight, seen through R: (rows, columns of R)."""
+    """Return what slots add to a weight, multiplied by R: (rows, columns of R)."""
     if isinstance(keys, RowGradients):
         return keys.summed(use, errors[:, 0]) @ random
     used = select_columns(errors, use.errors)

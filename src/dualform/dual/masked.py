@@ -1,9 +1,9 @@
 """The algebra of masks: a parameter with only some of its slots, from slots or from the deltas of groups.
 
-Between two snapshots, whichever are fewer are read: the slots that are kept, or those that are left out.
+A mask may read either the slots that are kept or those that are left out. Between two snapshots it reads whichever are fewer.
 
-Where coefficients are numbers, all slots of the steps from b to e together wrote I(e) − I(b), I(s) being what the weights and the
-buffer of step s have become by the end. So a stretch that is kept as a whole, or left out as a whole, needs no slots at all, and a
+That works where coefficients are numbers: all slots of the steps b to e together wrote I(e) − I(b), where I(s) is what the weights and
+the buffer of step s have become by the end. So a stretch that is kept or left out as a whole needs no slots at all, and a
 parameter without a single sample is the trained one less what that sample wrote.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from dualform.dual.coefficients import Updates, is_elementwise, updates_of, walked
 from dualform.dual.gradients import Bools, Ints, Keep
 from dualform.dual.threads import run_in_order
-from dualform.dual.totals import View
+from dualform.dual.totals import GroupTotals
 from dualform.dual.weights import add_slots, initial_part, rebuilt
 from dualform.errors import QuestionError
 from dualform.store.reader import Store
@@ -38,7 +38,7 @@ class Plan:
 
     @cached_property
     def edges(self) -> list[int]:
-        """The steps at which stretches begin, and the one at which the last ends."""
+        """The steps at which stretches begin, and the step at which the last one ends."""
         inside = [step for step in self.store.snapshot_steps() if 0 < step < self.updates.end]
         return [0, *inside, self.updates.end]
 
@@ -46,14 +46,14 @@ class Plan:
     def counts(self) -> tuple[Ints, Ints]:
         """(stretches,): how many slots are kept, and how many are left out."""
         kept = np.zeros(len(self.edges) - 1, np.int64)
-        every = np.zeros(len(self.edges) - 1, np.int64)
+        total = np.zeros(len(self.edges) - 1, np.int64)
         for layer in self.store.users(self.updates.parameter):
             for chunk in self.store.addresses(layer.name, end_step=self.updates.end):
                 places = self._stretch(chunk)
-                taken = np.add.reduceat(np.append(self.keep(chunk), False).astype(np.int64), chunk.starts)
-                np.add.at(kept, places, np.where(chunk.counts > 0, taken, 0))
-                np.add.at(every, places, chunk.counts)
-        return kept, every - kept
+                kept_here = np.add.reduceat(np.append(self.keep(chunk), False).astype(np.int64), chunk.starts)
+                np.add.at(kept, places, np.where(chunk.counts > 0, kept_here, 0))
+                np.add.at(total, places, chunk.counts)
+        return kept, total - kept
 
     @cached_property
     def reads_kept(self) -> Bools:
@@ -98,18 +98,18 @@ class Plan:
 
 
 def is_marked(store: Store, parameter: str, end: int) -> bool:
-    """Return whether a part of a parameter's movement is in no slot."""
+    """Whether a part of a parameter's movement is in no slot."""
     marks = [store.manifest.inexact.get(layer.name) for layer in store.users(parameter)]
     return any(mark is not None and mark.step < end for mark in marks)
 
 
 def is_replayed(store: Store, parameter: str) -> bool:
-    """Return whether a mask replays all of training, since coefficients are matrices. The trained parameter is not needed then."""
+    """Whether a mask replays all of training, since coefficients are matrices. It then needs no trained parameter."""
     return is_elementwise(updates_of(store, parameter))
 
 
 def plan(store: Store, parameter: str, *, end: int, keep: Keep) -> Plan | None:
-    """Return what a mask reads; None where it needs all of training: an optimizer is replayed, or a part of the movement is in no slot."""
+    """Return what a mask reads; None if it replays all of training, because coefficients are matrices or slots do not explain everything."""
     if is_marked(store, parameter, end):
         return None
     updates = updates_of(store, parameter, end=end)
@@ -124,16 +124,16 @@ def masked(
     end: int,
     keep: Keep,
 ) -> Tensor:
-    """Return initial part + what the slots that take part wrote, float64. trained: the parameter as it is at `end`."""
-    found = plan(store, parameter, end=end, keep=keep)
-    if found is None:
+    """Return the initial part plus what the selected slots wrote, float64. trained: the parameter at `end`."""
+    mask_plan = plan(store, parameter, end=end, keep=keep)
+    if mask_plan is None:
         return rebuilt(store, parameter, begin=0, end=end, keep=keep)
     total = trained.to(torch.float64, copy=True)
-    coefficients = walked(found.updates)
-    for begin, stop in found.rebuilt_stretches():
-        total += found.part_from(begin, trained) - found.part_from(stop, trained)
-    kept = found.read_slots(kept=True)
-    left = found.read_slots(kept=False)
+    coefficients = walked(mask_plan.updates)
+    for begin, stop in mask_plan.rebuilt_stretches():
+        total += mask_plan.part_from(begin, trained) - mask_plan.part_from(stop, trained)
+    kept = mask_plan.read_slots(kept=True)
+    left = mask_plan.read_slots(kept=False)
     if kept is not None:
         add_slots(store, parameter, coefficients, total, None, kept)
     if left is not None:
@@ -143,15 +143,17 @@ def masked(
     return total
 
 
-def masked_by_groups(view: View, parameter: str, kept: Bools | None = None, trained: Tensor | None = None) -> Tensor:
-    """Return initial part + what the groups that take part wrote, float64. kept: (groups,); None: all take part.
+def masked_by_groups(
+    view: GroupTotals, parameter: str, kept: Bools | None = None, trained: Tensor | None = None
+) -> Tensor:
+    """Return the initial part plus what the selected groups wrote, float64. kept: (groups,); None: all groups.
 
-    trained: the parameter as it is. From this, if they are fewer, the parts of the groups that are left out are subtracted.
+    trained: the trained parameter. If given, and fewer groups are left out than kept, their parts are subtracted from it.
     """
     deltas = view.deltas(parameter)
     if kept is None:
         kept = np.ones(len(deltas), np.bool_)
-    # One group after the other: many groups take many times the memory of the parameter
+    # One group at a time, since many groups take many times the memory of the parameter
     if trained is not None and 2 * kept.sum() > len(kept):
         total = trained.to(torch.float64, copy=True)
         for group in np.flatnonzero(~kept).tolist():

@@ -1,9 +1,9 @@
 """The rounding floor: how far rounding alone may have moved a parameter away from what its slots say.
 
-Three things are rounded, and how much is known of each run, not assumed: the weights, at every update; the gradients, whose distance
-from their slots the audit has measured at every update; and slots that are stored in a shorter type. What rounding does to a gradient goes
-through the optimizer: by the coefficient of its step under SGD; under the Adam family, where the gradients of a weight may be small and are
-divided by their size, that is tried out.
+Three things are rounded, and by how much is measured in each run, not assumed: the weights, at every update; the gradients, whose
+distance from their slots the audit measured at every update; and slots that are stored in a shorter type. The rounding of a gradient goes
+through the optimizer. Under SGD it is multiplied by the coefficient of its step. The Adam family divides gradients by their size, so
+there the training is replayed with noise of that size (`_displacement`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dualform.store.reader import Store
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 
 BOTH_ROUNDED = math.sqrt(2 / 3)
-"""Key and error signal are each off by up to one roundoff, evenly spread."""
+"""Key and error signal are each off by up to one roundoff, spread evenly."""
 
 UPDATE_ROUNDINGS = 8
-"""So many operations of an optimizer round what it adds to a weight: Adam's two averages (two each), root, ε, quotient and learning rate."""
+"""How many operations of an optimizer round what it adds to a weight: Adam's averages (two each), root, ε, quotient and learning rate."""
 
 WORST_DRAWS = 16
 WORST_NOISE = 2.0
-"""A worst displacement is the largest of 16 draws of noise of twice the usual size …"""
 WORST_UNIT = 3.0
-"""… divided by this. Where displacements are in proportion to noise, that is 1.5 times the usual one: 4.6 / 3."""
+"""The worst displacement is the largest of WORST_DRAWS draws with WORST_NOISE times the usual noise, divided by WORST_UNIT. If displacements
+are proportional to noise, that is 1.5 times the usual displacement: 4.6 / 3."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Floor:
 
     @property
     def total(self) -> float:
-        """All causes are independent of each other."""
+        """The floor of all causes, which are independent of each other."""
         return math.sqrt(self.weights**2 + self.gradients**2 + self.storage**2)
 
     def __str__(self) -> str:
@@ -60,20 +60,20 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def roundoff(dtype: str) -> float:
-    """The unit roundoff of a type of numbers."""
+    """Return the unit roundoff of a type of numbers."""
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
 def storage_roundoff(store: Store, parameter: str) -> float:
-    """The unit roundoff of a parameter's slots in store; 0: they are stored as they were."""
+    """Return the unit roundoff of a parameter's slots in the store; 0: storing them rounds nothing."""
     stored = roundoff(store.manifest.dtype)
     return stored if stored > roundoff(description(store, parameter).dtype) else 0.0
 
 
 def weights_floor(dtype: str, updates: int, size: float) -> Floor:
-    """What the rounding of weights explains: a random walk of one roundoff for each update. size: ‖W‖.
+    """Return what the rounding of weights explains: a random walk with a step of one roundoff per update. size: ‖W‖.
 
-    Where weights have 16 bits, most updates are smaller than a roundoff and vanish, all in one direction: there the roundoffs add up.
+    If weights have 16 bits, most updates are smaller than a roundoff and are lost, always in the same direction: then roundoffs add up.
     """
     is_lossy = dtype in SIXTEEN_BITS
     roundoffs = updates if is_lossy else math.sqrt(updates)
@@ -88,14 +88,14 @@ def full_floor(
     weights: Floor,
     is_worst: bool = False,
 ) -> Floor:
-    """The floor with what rounding of gradients and of stored slots explains. This walks through training once more.
+    """Return the floor with what the rounding of gradients and of stored slots explains. This walks through training again.
 
-    is_worst: where coefficients are matrices, each weight counts with its largest displacement in many walks.
+    is_worst: if coefficients are matrices, take each weight's largest displacement in many walks.
     """
     if not store.manifest.keeps_gradients:
         return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
-    if store.is_vector(parameter):  # its gradients are kept as they were
+    if store.is_vector(parameter):  # its gradients are recorded exactly
         along_the_way = _along_the_way(store, updates)
         carried = _carried_by_decay(store, updates, is_worst)
         return Floor(max(weights.weights, along_the_way, carried))
@@ -105,7 +105,7 @@ def full_floor(
 
 
 def _tried_floor(store: Store, updates: Updates, weights: Floor, is_worst: bool) -> Floor:
-    """The floor where coefficients are matrices."""
+    """Return the floor if coefficients are matrices."""
     stored = storage_roundoff(store, updates.parameter)
     measured = _measured(store, updates)
     noise = _Noise(store, updates, measured, stored)
@@ -116,7 +116,7 @@ def _tried_floor(store: Store, updates: Updates, weights: Floor, is_worst: bool)
 
 
 def _computed_floor(store: Store, updates: Updates, weights: Floor) -> Floor:
-    """The floor where coefficients are numbers."""
+    """Return the floor if coefficients are numbers."""
     parameter = updates.parameter
     coefficients = walked(updates)
     measured = _measured(store, updates)
@@ -134,16 +134,16 @@ def _computed_floor(store: Store, updates: Updates, weights: Floor) -> Floor:
 
 
 def _both_roundings(trained: float, own: float) -> float:
-    """How far a gradient that the training rounded by `trained` may be from our sum of its slots.
+    """Return how far a gradient that training rounded by `trained` may be from our sum of its slots.
 
-    Our own products round as those of the training do. But terms that cancelled exactly there (equal rows with opposite error signals) need
-    not do so here, where they are summed in another order. own: one roundoff of the terms, in the type that we sum in.
+    Our products round as those of the training do. But terms that cancelled exactly in training (equal rows with opposite error signals)
+    may not cancel here, where they are summed in another order. own: one roundoff of the terms, in the type that we sum in.
     """
     return math.hypot(trained, max(trained, own))
 
 
 def _along_the_way(store: Store, updates: Updates) -> float:
-    """What the rounding of a vector explains if it was larger during training than at the beginning and at the end."""
+    """Return what the rounding of a vector explains, which may have been larger during training than at its beginning and end."""
     kind = KINDS[updates.kind]
     gradients = Replayed(store, updates)
     now = starting_moment(gradients)
@@ -158,13 +158,16 @@ def _along_the_way(store: Store, updates: Updates) -> float:
 
 
 def _squares_rounded(before: Tensor, after: Tensor) -> Tensor:
-    """The squares of all numbers that an update of a weight rounds: the weight, and what is added to it, a few times, both in training and here."""
+    """Return the squares of all numbers that an update rounds: the weight, and several times what is added to it, in training and here."""
     return after.square() + 2 * UPDATE_ROUNDINGS * (after - before).square()
 
 
 def _carried_by_decay(store: Store, updates: Updates, is_worst: bool) -> float:
-    """What the rounding of a vector explains where coupled decay makes the weight a part of its gradient, which the Adam family divides by its size:
-    where little else is in the gradient, each update may enlarge what the ones before have rounded."""
+    """Return what the rounding of a vector explains under coupled decay and an optimizer of the Adam family.
+
+    Decay makes the weight a part of its gradient, which is divided by its size. If there is little else in the gradient, each update may
+    enlarge the rounding errors of earlier ones.
+    """
     if not is_elementwise(updates) or not _has_coupled_decay(updates):
         return 0.0
     noise = _Noise(store, updates, _measured(store, updates), stored=0.0)
@@ -177,7 +180,7 @@ def _has_coupled_decay(updates: Updates) -> bool:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the audit found of each update."""
+    """What the audit measured at each update."""
 
     residual: Floats
     size: Floats
@@ -196,7 +199,7 @@ def _measured(store: Store, updates: Updates) -> _Measured:
 
 
 def _sizes_of_slots(store: Store, coefficients: Coefficients) -> dict[str, float]:
-    """By layer: the root of the sum of squares of what each slot writes to a weight under SGD."""
+    """Return, by layer, the root of the sum of squares of what each slot writes to a weight under SGD."""
     updates = coefficients.updates
     sizes = {}
     for layer in store.users(updates.parameter):
@@ -213,7 +216,7 @@ def _sizes_of_slots(store: Store, coefficients: Coefficients) -> dict[str, float
 
 
 def _slots_per_key(store: Store, layer: Layer) -> float:
-    """How many slots have one stored key, on average: it is off by the same in each of them."""
+    """Return how many slots share a stored key on average. The key has the same rounding error in all of them."""
     if layer.form != "vectors":
         return 1.0
     slots = sum(chunk.slots_with_keys for chunk in store.addresses(layer.name))  # gradients of rows have none
@@ -226,10 +229,10 @@ def _usual_distance(updates: Updates, noise: _Noise) -> float:
 
 
 def _worst_distance(updates: Updates, noise: _Noise) -> float:
-    """The norm of each weight's largest displacement in several draws of larger noise, in units of the usual displacement.
+    """Return the norm of each weight's largest displacement in several draws of larger noise, in units of the usual displacement.
 
     The Adam family divides a gradient by its size. If noise changes the sign of a weight's first gradient, the weight ends two learning rates
-    elsewhere: a single such weight may be the whole distance, and few draws of the usual noise show it.
+    away. A single such weight may be the whole distance, and few draws of the usual noise show it.
     """
     largest = _displacement(updates, noise, seed=0, scale=WORST_NOISE).abs()
     for seed in range(1, WORST_DRAWS):
@@ -239,12 +242,11 @@ def _worst_distance(updates: Updates, noise: _Noise) -> float:
 
 
 def _displacement(updates: Updates, noise: _Noise, seed: int, scale: float = 1.0) -> Tensor:
-    """How much further each weight gets if its gradients are disturbed by as much as rounding does, where coefficients are matrices.
+    """Replay the optimizer with noise of the size of rounding on its gradients, and return how far that moves each weight.
 
-    The optimizer is replayed with random noise on its gradients. That is nearer the truth than a bound, since what it divides by
-    is disturbed by the same noise. An entry of a gradient is a sum of products; its rounding goes with the root of the sum of their squares.
-    Where decay makes weights a part of their gradients, what rounds them at each update is noise, too.
-    scale: how many times the usual size of noise.
+    For coefficients that are matrices. This is closer to the truth than a bound, since what the optimizer divides by has the same noise.
+    An entry of a gradient is a sum of products, so its rounding grows with the root of the sum of their squares. If decay makes weights
+    a part of their gradients, the rounding of the weights is noise, too. scale: how many times the usual noise.
     """
     kind = KINDS[updates.kind]
     gradients = noise.gradients
@@ -278,7 +280,7 @@ class _Noise:
         measured: _Measured,
         stored: float,
     ):
-        """stored: the unit roundoff of slots in store; 0: they are stored as they were."""
+        """stored: the unit roundoff of slots in the store; 0: storing them rounds nothing."""
         self.gradients = Replayed(store, updates)
         self._measured = measured
         self._squares = self.gradients.sum()
@@ -290,15 +292,15 @@ class _Noise:
         self._roundings = ROUNDINGS_WITHIN if is_rounded_within else 1
         self._own = torch.finfo(self.gradients.dtype).eps / 2
         self.of_weight = roundoff(description(store, updates.parameter).dtype) if _has_coupled_decay(updates) else 0.0
-        """The unit roundoff of the weight, where its rounding goes through the optimizer; else 0."""
+        """The unit roundoff of the weight if its rounding goes through the optimizer; else 0."""
         self._is_vector = store.is_vector(updates.parameter)
 
     def variance(self, place: int, step: Step, gradient: Tensor) -> Tensor:
-        """Of each entry of the gradient of an update."""
-        if self._is_vector:  # kept as it was
+        """Return the variance of each entry of an update's gradient."""
+        if self._is_vector:  # recorded exactly
             return torch.zeros_like(gradient)
         squares = _squares_of_slots(self.gradients, step, self._squares)
-        # Of some rows only (outputs=), the size of the whole gradient says too much
+        # If only some rows were kept (outputs=), the recorded size of the whole gradient is too large
         is_whole = self.gradients.rows is None
         size = float(self._measured.size[place] if is_whole else gradient.norm())
         rest = float(self._measured.residual[place]) * size
@@ -306,7 +308,7 @@ class _Noise:
         if coarse:
             parts = _squares_of_parts(self.gradients, step, self._of_call)
             of_gradient = coarse_spread(parts, rest, coarse, self._roundings)
-            # Slots of a call may cancel, exactly in the training and to a roundoff of the terms here
+            # Slots of a call may cancel, exactly in training and up to a roundoff of the terms here
             of_gradient = of_gradient + squares * _both_roundings(self._own, self._own) ** 2
         else:
             of_gradient = _spread(squares, rest, self._own)
@@ -314,7 +316,7 @@ class _Noise:
 
 
 def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[Tensor]:
-    """Squares of what each call of a layer added to the gradient of a step; where it rounds within a call, of what each slot added."""
+    """Yield the squares of what each call of a layer added to a step's gradient; if it rounds within a call, of what each slot added."""
     for call in step.calls:
         if call.layer.kind == ROUNDED_WITHIN:
             _add_squares(gradients, call, total)
@@ -326,15 +328,15 @@ def _squares_of_parts(gradients: Replayed, step: Step, total: Sum) -> Iterator[T
 
 
 def _spread(variance: Tensor, rest: float, own: float) -> Tensor:
-    """The variance of each entry of a gradient that is off by `rest` in all, as a norm, and that we sum with the unit roundoff `own`."""
+    """Return the variance of each entry of a gradient whose error has the norm `rest`, and that we sum with the unit roundoff `own`."""
     whole = float(variance.sum())
-    if whole == 0:  # the slots say that there is no gradient, and what there was is rounding
+    if whole == 0:  # by its slots the gradient is zero, so all of it is rounding
         return torch.full_like(variance, rest**2 / max(1, variance.numel()))
     return variance * _both_roundings(rest / math.sqrt(whole), own) ** 2
 
 
 def _squares_of_slots(gradients: Replayed, step: Step, total: Sum) -> Tensor:
-    """Σ over slots of (factor · error)² ⊗ key², shaped like the parameter."""
+    """Return Σ (factor · error)² ⊗ key² over the slots, shaped like the parameter."""
     for call in step.calls:
         _add_squares(gradients, call, total)
     return total.taken()

@@ -30,7 +30,7 @@ from dualform.dual.gradients import compute_dtype, description
 from dualform.dual.masked import masked_by_groups, rebuild_each
 from dualform.dual.rounding import SIXTEEN_BITS, Floor, full_floor, roundoff, weights_floor
 from dualform.dual.rows import kept_rows
-from dualform.dual.totals import find
+from dualform.dual.totals import find_totals
 from dualform.dual.weights import rebuilt
 from dualform.errors import NotRecordedError
 from dualform.progress import Progress, report
@@ -96,8 +96,8 @@ def _find_primal(store: Store, end: int) -> _Primal:
 
 
 def _row_evidence(store: Store) -> pl.DataFrame:
-    known = store.manifest.rows
-    lines = [{"layer": layer, **dataclasses.asdict(evidence)} for layer, evidence in known.items()]
+    by_layer = store.manifest.rows
+    lines = [{"layer": layer, **dataclasses.asdict(evidence)} for layer, evidence in by_layer.items()]
     return pl.DataFrame(lines, schema=ROW_SCHEMA)
 
 
@@ -106,7 +106,7 @@ def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[T
     if store.manifest.keep != "totals":
         yield from rebuild_each(store, names, end=end, workers=workers)
         return
-    view = find(store, (), end, deltas=True, subset=True)
+    view = find_totals(store, (), end, deltas=True, subset=True)
     if view is None:
         raise NotRecordedError(
             f'{_why_no_totals(store, end)} Record with keep="slots", or with totals that have deltas.'
@@ -126,8 +126,8 @@ def _why_no_totals(store: Store, end: int) -> str:
 
 def not_finite_from(store: Store, parameter: int, end: int) -> int | None:
     """Return the first step in which a parameter's gradient was not finite, or None."""
-    here = (pl.col("parameter") == parameter) & pl.col("residual").is_nan() & (pl.col("step") < end)
-    step = store.updates.filter(here)["step"].min()
+    is_lost = (pl.col("parameter") == parameter) & pl.col("residual").is_nan() & (pl.col("step") < end)
+    step = store.updates.filter(is_lost)["step"].min()
     return step if isinstance(step, int) else None
 
 
@@ -319,7 +319,7 @@ class _Check:
         own = torch.finfo(compute_dtype(self._store, self._name)).eps / 2
         unit = max(own, roundoff(self._store.manifest.dtype))
         of_gradients = TOTALS_ROUNDING * unit * comparison.movement
-        view = find(self._store, (), self._end, deltas=True, subset=True)
+        view = find_totals(self._store, (), self._end, deltas=True, subset=True)
         if view is None:
             return of_gradients
         # What groups wrote may be far larger than their sum, and each update rounds it

@@ -1,4 +1,4 @@
-"""Parameters put together again: initial part plus what the slots wrote."""
+"""Rebuild parameters: the initial part plus what the slots wrote."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
 PRODUCTS = 8
-"""How many products are added in their own type before the sum is added in float64."""
+"""This many products are added in their own type before their sum is added in float64."""
 
 PRODUCT_SLOTS = 512
-"""So many slots are summed in one product: about as many as in a step of training, so that ours rounds no more than the training's."""
+"""Slots in one product: about as many as in a step of training, so that our products round no more than those of the training."""
 
 Reached = dict[str, tuple[int, Moment]]
-"""By parameter: after which step, and what it is there."""
+"""By parameter: the step up to which it has been replayed, and its state there."""
 
 
 def initial_part(store: Store, parameter: str, coefficients: Coefficients, rows: Rows | None = None) -> Tensor:
-    """a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
+    """Return a·W_begin + b·average_begin, float64; `begin` must have a snapshot."""
     updates = coefficients.updates
     snapshot = store.snapshot(updates.begin)
     total = snapshot[f"model.{parameter}"].double() * coefficients.walked.a
@@ -42,7 +42,7 @@ def initial_part(store: Store, parameter: str, coefficients: Coefficients, rows:
 
 
 def initial(store: Store, parameter: str, end: int, rows: Rows | None = None) -> Tensor:
-    """The initial part of a parameter at `end`, float64."""
+    """Return the initial part of a parameter at `end`, float64."""
     updates = updates_of(store, parameter, end=end)
     if not is_elementwise(updates):
         return initial_part(store, parameter, walked(updates), rows)
@@ -65,7 +65,7 @@ def scaled(
     high: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(slots, 1): −coefficient of each slot."""
+    """Return −coefficient of each slot, (slots, 1)."""
     by_slot = -chunk.per_slot(coefficients.of_blocks(chunk))
     return torch.from_numpy(by_slot[low:high]).to(dtype).unsqueeze(1)
 
@@ -77,7 +77,7 @@ def values(
     high: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """−coefficient × error signal, (slots, d_out): the e_t of the paper's equation 11."""
+    """Return −coefficient × error signal, (slots, d_out): the e_t of the paper's equation 11."""
     return chunk.errors(dtype, low, high) * scaled(chunk, coefficients, low, high, dtype)
 
 
@@ -90,9 +90,9 @@ def rebuilt(
     keep: Keep | None = None,
     reached: Reached | None = None,
 ) -> Tensor:
-    """Initial part + what the slots that take part wrote, float64; of a layer with outputs=, those rows.
+    """Return the initial part plus what the selected slots wrote, float64; of a layer with outputs=, only those rows.
 
-    reached: how far walks through training have come without a mask; this one goes on from there, and writes down where it ends.
+    reached: where earlier replays without a mask ended. This one continues from there, and notes where it ends.
     """
     updates = updates_of(store, parameter, begin=begin, end=end)
     if is_elementwise(updates):
@@ -110,7 +110,7 @@ def rebuilt(
 
 
 def _replayed_on(store: Store, updates: Updates, reached: Reached) -> Tensor:
-    """Replay an optimizer from where an earlier walk has ended, if that is within the stretch, else from its beginning."""
+    """Replay an optimizer from where an earlier replay ended, if that lies within these updates; else from their beginning."""
     step, moment = reached.get(updates.parameter, (-1, None))
     if updates.begin <= step <= updates.end:
         updates = updates.between(step, updates.end)
@@ -122,9 +122,9 @@ def _replayed_on(store: Store, updates: Updates, reached: Reached) -> Tensor:
 
 
 def _rebuilt_vector(store: Store, parameter: str, coefficients: Coefficients, keep: Keep | None) -> Tensor:
-    """A bias from its recorded gradients, less what the slots left out wrote.
+    """Return a vector from its recorded gradients, less what the slots that are left out wrote.
 
-    Its gradients are kept as they were, so that even a bias that moves on rounding noise alone is exact.
+    The recorded gradients are exact, so that even a bias that moves on rounding noise alone is exact.
     """
     updates = coefficients.updates
     total = initial_part(store, parameter, coefficients)
@@ -149,7 +149,7 @@ def add_slots(
     rows: Rows | None,
     keep: Keep | None,
 ) -> None:
-    """Add value ⊗ key over the slots that take part."""
+    """Add Σ value ⊗ key over the selected slots to `total`."""
     is_vector = store.is_vector(parameter)
     dtype = compute_dtype(store, parameter)
     columns = None if rows is None else rows.columns
@@ -157,7 +157,7 @@ def add_slots(
     for layer in store.users(parameter):
         uses = layer.uses_of(parameter)
         only_errors = all(use.role == "bias" for use in uses)
-        # What slots write to an elementwise weight is a vector already: it is summed in float64
+        # What slots write to an elementwise weight is a vector, which is summed in float64
         own_dtype = torch.float64 if is_vector and not only_errors else dtype
         for keys, errors in _slots_of_layer(store, layer, coefficients, keep, own_dtype, only_errors):
             if partial_sum.added >= PRODUCTS:
@@ -175,7 +175,7 @@ def _slots_of_layer(
     dtype: torch.dtype,
     only_errors: bool,
 ) -> Iterator[tuple[KeysOrGradients, Tensor]]:
-    """Keys and values of a layer's slots that take part, some at a time."""
+    """Yield keys and values of a layer's selected slots, a piece at a time."""
     updates = coefficients.updates
     for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
         kept = None if keep is None else keep(chunk)
@@ -190,7 +190,7 @@ def _slots_of_layer(
 def _read_some(
     chunk: SlotChunk, kept: Bools | None, scales: Tensor, only_errors: bool
 ) -> Iterator[tuple[KeysOrGradients, Tensor]]:
-    """Keys and values of the slots that take part, a piece at a time: nothing else is read. only_errors: the sum of the values."""
+    """Yield keys and values of the selected slots, and read no others. only_errors: yield the sum of the values, without keys."""
     wanted = np.arange(chunk.slots) if kept is None else np.flatnonzero(kept)
     for places in chunk.some_pieces(wanted, chunk.layer.d_in + chunk.layer.d_out):
         scale = scales[torch.from_numpy(places)]
@@ -208,7 +208,7 @@ def _read_some(
 def _read_all(
     chunk: SlotChunk, kept: Bools | None, scales: Tensor, only_errors: bool
 ) -> Iterator[tuple[KeysOrGradients, Tensor]]:
-    """Those of all slots, with the value 0 for those that take no part."""
+    """Yield keys and values of all slots; those that are not selected have the value 0."""
     if kept is not None:
         scales = scales * torch.from_numpy(kept).unsqueeze(1)
     for low, high in chunk.pieces(chunk.layer.d_in + chunk.layer.d_out):
@@ -219,7 +219,7 @@ def _read_all(
 
 
 def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
-    """A layer's parameters as the one matrix that maps its key to its output, (outputs, d_in)."""
+    """Return a layer's parameters as the one matrix that maps its key to its output, (outputs, d_in)."""
     first = next(iter(weights.values()))
     matrix = first.new_zeros(layer.kept_outputs, layer.d_in)
     for use in layer.bilinear():
@@ -234,7 +234,7 @@ def as_matrix(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
-    """A layer's biases as one vector, (outputs,)."""
+    """Return the sum of a layer's biases, (outputs,); None if it has none."""
     uses = layer.biases()
     if not uses:
         return None
@@ -245,7 +245,7 @@ def as_bias(layer: Layer, weights: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _add_rows(total: Tensor, rows: Tensor, use: Use) -> None:
-    """Add what a use makes of its parameter to the outputs that it is of."""
+    """Add the rows of a parameter to the outputs that its use belongs to."""
     outputs = use.errors or (0, len(total))
     places = [torch.arange(begin, end) for begin, end in spans(outputs)]
     total[torch.cat(places)] += rows

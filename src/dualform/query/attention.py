@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 import torch
 from torch import Tensor
 
-from dualform.dual.totals import View, find
+from dualform.dual.totals import GroupTotals, find_totals
 from dualform.errors import QuestionError
 from dualform.layers.keys import select_columns
 from dualform.layers.layer import Layer
@@ -79,9 +79,9 @@ class AttentionScorer(Scorer):
         products = Products(self._queries, keys, self._key_numbers(slots))
         return AttentionBounds(products, order)
 
-    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[GroupTotals, Tensor] | None:
         """Return totals from the sums of each group's keys. For absolute values, no key and no query may be negative."""
-        view = find(self.store, columns, self.end, deltas=False)
+        view = find_totals(self.store, columns, self.end, deltas=False)
         if view is None:
             return None
         if absolute and (view.has_negative_keys(self.layer) or bool((self._queries < 0).any())):

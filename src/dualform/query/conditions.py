@@ -22,14 +22,14 @@ Where = pl.Expr | str
 
 TRIED = 1000
 REPEATED = 16
-"""How many lines are tried out, and how often each is repeated, to find out whether an expression compares lines."""
+"""To find out whether an expression compares lines, up to TRIED lines are evaluated, each REPEATED times."""
 
 
 class Condition:
     """A condition on a recording up to step `end`. `condition(chunk)` returns which slots of a chunk match.
 
     A slot that serves all rows has a step and a position, and null in the user's columns. Null is no match, so that a condition on
-    these columns selects no such slot, nor does its opposite: `masked(only=)` leaves it out, `masked(drop=)` leaves it in.
+    these columns does not select such a slot, nor does its opposite: `masked(only=)` removes it, `masked(drop=)` keeps it.
     """
 
     def __init__(self, store: Store, where: Where, end: int, *, name: str = "where"):
@@ -41,8 +41,7 @@ class Condition:
         self._is_text = isinstance(where, str)
         self.columns = set(self._expression.meta.root_names())
         _check_columns(self.columns, store, name)
-        per_position = {column.name for column in store.manifest.columns if column.per == "position"}
-        self._positional = self.columns & per_position
+        self._positional = self.columns & columns_per_position(store)
         self._by_layer: dict[str, Bools] = {}
         self._rows: Bools | None = None
         """(rows,): which rows match; None: the condition is on positions."""
@@ -52,7 +51,7 @@ class Condition:
 
     @property
     def is_positional(self) -> bool:
-        """Whether the positions of a row may differ in it."""
+        """Whether the positions of a row may give different results."""
         return "position" in self.columns or bool(self._positional)
 
     def __call__(self, chunk: SlotChunk) -> Bools:
@@ -63,10 +62,10 @@ class Condition:
         if chunk.shared is not None:
             return self._with_shared_slots(chunk, self._rows)
         first, end = chunk.row_range
-        here = self._rows[first:end]
-        if not here.any():  # most chunks, where few rows match
+        matches = self._rows[first:end]
+        if not matches.any():  # most chunks, where few rows match
             return np.zeros(chunk.slots, np.bool_)
-        if here.all():
+        if matches.all():
             return np.ones(chunk.slots, np.bool_)
         return self._rows[chunk.rows()]
 
@@ -111,12 +110,22 @@ class Condition:
         return matches
 
     def _looks_at_one_row(self, table: pl.DataFrame) -> bool:
-        """Return whether a condition compares no rows; one that does says nothing about slots that serve all rows."""
+        """Return whether the condition looks at each row alone. One that compares rows has no meaning for slots that serve all rows."""
         return self._is_text or _decides_alone(self._expression, table)
 
     def _slot_table(self, chunk: SlotChunk) -> pl.DataFrame:
         columns = self.columns - {"position"}
         return self._store.slot_table(chunk, sorted(columns))
+
+
+def slot_columns(store: Store) -> list[str]:
+    """Return the columns that conditions and groups may use: step, position and those given to batch()."""
+    return ["step", "position", *(column.name for column in store.manifest.columns)]
+
+
+def columns_per_position(store: Store) -> set[str]:
+    """Return the columns that have an entry for each position of a row."""
+    return {column.name for column in store.manifest.columns if column.per == "position"}
 
 
 def rows_before(store: Store, end: int) -> pl.DataFrame:
@@ -127,10 +136,10 @@ def rows_before(store: Store, end: int) -> pl.DataFrame:
 
 
 def matching_groups(where: Where, groups: pl.DataFrame, rows: pl.DataFrame | None, name: str) -> Bools | None:
-    """Return which groups match a condition on their columns, (groups,); None if the rows of a group may differ in it.
+    """Return which groups match a condition on their columns, (groups,); None if rows of one group may give different results.
 
-    rows: the row table; None where only totals were kept. SQL text looks at one row at a time. A Polars expression may compare rows
-    (a mean over rows is not a mean over groups) and does not tell, so it is evaluated over the rows of each group.
+    rows: the row table; None if only totals were kept. SQL text looks at one row at a time. A Polars expression may compare rows (a mean over
+    rows is not a mean over groups), and does not say whether it does, so it is evaluated over the rows of each group.
     """
     expression = read_condition(where, name)
     if isinstance(where, str) or (rows is None and _decides_alone(expression, groups)):
@@ -155,18 +164,18 @@ def _matches_of_rows(expression: pl.Expr, groups: pl.DataFrame, rows: pl.DataFra
     if by_group.height > by_group.select(columns).n_unique():
         return None
     joined = groups.join(by_group, on=columns, how="left", nulls_equal=True, maintain_order="left")
-    found = joined["matches"]
-    has_no_row = found.is_null().to_numpy()
-    result = found.fill_null(False).to_numpy().copy()
+    by_line = joined["matches"]
+    has_no_row = by_line.is_null().to_numpy()
+    result = by_line.fill_null(False).to_numpy().copy()
     if has_no_row.any() and _decides_alone(expression, rows):
         result[has_no_row] = _evaluate_shared(expression, groups.filter(has_no_row), name)
     return result
 
 
 def _decides_alone(expression: pl.Expr, table: pl.DataFrame) -> bool:
-    """Return whether each line of a table gets the same result alone and beside others, repeated ones too.
+    """Return whether each line of a table gets the same result alone as among other and repeated lines.
 
-    Polars does not tell whether an expression compares lines, so it is tried out.
+    Polars does not say whether an expression compares lines, so it is tried.
     """
     if not table.height or not expression.meta.root_names():
         return True
@@ -239,9 +248,9 @@ def condition_columns(where: Where, store: Store, name: str) -> set[str]:
 
 
 def _check_columns(columns: set[str], store: Store, name: str) -> None:
-    known = ["step", "position", *(c.name for c in store.manifest.columns)]
-    unknown = columns - set(known)
+    allowed = slot_columns(store)
+    unknown = columns.difference(allowed)
     if unknown:
         raise MaskError(
-            f"{name}: there is no column {', '.join(map(repr, sorted(unknown)))}. Columns: {', '.join(known)}."
+            f"{name}: there is no column {', '.join(map(repr, sorted(unknown)))}. Columns: {', '.join(allowed)}."
         )

@@ -14,7 +14,7 @@ from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, up
 from dualform.dual.gradients import description
 from dualform.dual.rows import Rows, chosen_rows
 from dualform.dual.scores import inner, products, scores
-from dualform.dual.totals import View, find
+from dualform.dual.totals import GroupTotals, find_totals
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError
 from dualform.layers.keys import select_columns, used_rows
@@ -286,7 +286,7 @@ class ContributionScorer(Scorer):
 
     # Totals and initial parts
 
-    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[GroupTotals, Tensor] | None:
         """Return totals from what each group wrote to the parameters."""
         if absolute:
             return None
@@ -294,7 +294,7 @@ class ContributionScorer(Scorer):
         shares_parameters = self.is_tied or bool(self.tied_layers())
         if shares_parameters and self.store.manifest.keep != "totals":
             return None
-        view = find(self.store, columns, self.end, deltas=True)
+        view = find_totals(self.store, columns, self.end, deltas=True)
         return None if view is None else (view, self.along_deltas(view))
 
     def tied_layers(self) -> list[Layer]:
@@ -308,7 +308,7 @@ class ContributionScorer(Scorer):
         shared = [(own.rows, others.rows) for own, others in _pairs(self.uses, other.uses)]
         return all(a and b and (a[1] <= b[0] or b[1] <= a[0]) for a, b in shared)
 
-    def along_deltas(self, view: View) -> Tensor:
+    def along_deltas(self, view: GroupTotals) -> Tensor:
         """Return ⟨∂target/∂parameter, what each group wrote⟩, (examples, groups) float64."""
         totals = torch.zeros(self.queries, view.groups.height, dtype=torch.float64)
         for use in self.uses:
@@ -316,7 +316,7 @@ class ContributionScorer(Scorer):
                 totals[:, group] += self._along(use, delta, self.dtype)
         return totals
 
-    def along_initial(self, view: View | None) -> Tensor:
+    def along_initial(self, view: GroupTotals | None) -> Tensor:
         """Return ⟨∂target/∂parameter, initial part⟩, (examples,) float64. view: stored totals that hold it, if there are any."""
         total = torch.zeros(self.queries, dtype=torch.float64)
         for use in self.uses:

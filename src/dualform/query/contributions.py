@@ -14,7 +14,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.totals import find
+from dualform.dual.totals import find_totals
 from dualform.errors import QuestionError
 from dualform.layers.layer import Layer
 from dualform.query.answer import Answer
@@ -93,7 +93,7 @@ class LayerContributions(Answer):
         rounding: the part of the remainder that training's own rounding wrote into the weights, which no slot explains: large where
         parameters have 16 bits. Null where there is no snapshot of the weights.
         """
-        view = find(self._scorer.store, (), self._scorer.end, deltas=True, subset=True)
+        view = find_totals(self._scorer.store, (), self._scorer.end, deltas=True, subset=True)
         if view is not None:
             slots = self._scorer.along_deltas(view).sum(1)
         else:

@@ -1,4 +1,4 @@
-"""Groups of slots: by any column of the rows, by several, by step, or by position."""
+"""Groups of slots, by one or several columns of the rows, by step or by position."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from dualform.errors import NotRecordedError, QuestionError
+from dualform.query.conditions import columns_per_position, slot_columns
 from dualform.query.scan import Ints
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
@@ -15,13 +16,13 @@ from dualform.store.slots import SlotChunk
 
 
 class Groups:
-    """The groups that `by` makes of a layer's slots; `groups(chunk)` returns the group number of each slot.
+    """The groups of a layer's slots by some columns. `groups(chunk)` returns the group number of each slot.
 
     Slots that serve all rows have null in the user's columns, and make a group of their own.
     """
 
     def __init__(self, store: Store, layer: str | None, by: str | Sequence[str], end: int):
-        """layer: None for the groups of rows, whatever layer their slots are of."""
+        """layer: None for groups of rows, which are the same in each layer."""
         self.by = [by] if isinstance(by, str) else list(by)
         _check_columns(store, self.by)
         if layer is not None and "position" in self.by and store.is_summed(layer):
@@ -45,10 +46,8 @@ class Groups:
     @property
     def _is_positional(self) -> bool:
         """Whether the positions of a row may be in different groups."""
-        columns = self._store.manifest.columns
-        per_position = {column.name for column in columns if column.per == "position"}
-        per_position.add("position")
-        return not per_position.isdisjoint(self.by)
+        per_position = columns_per_position(self._store)
+        return "position" in self.by or not per_position.isdisjoint(self.by)
 
     def _number_slots(self, chunks: Sequence[SlotChunk]) -> pl.DataFrame:
         columns = [name for name in self.by if name != "position"]
@@ -114,23 +113,23 @@ class Groups:
 
 
 def _check_columns(store: Store, by: list[str]) -> None:
-    known = ["step", "position", *(column.name for column in store.manifest.columns)]
-    unknown = [name for name in by if name not in known]
+    allowed = slot_columns(store)
+    unknown = [name for name in by if name not in allowed]
     if unknown or not by:
         given = by[0] if len(by) == 1 else by
         raise QuestionError(
-            f"by={given!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(known)}."
+            f"by={given!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {', '.join(allowed)}."
         )
 
 
 def _shared_steps(chunks: Sequence[SlotChunk]) -> Ints:
-    """The steps in which there are slots without a row, ascending."""
+    """Return the steps in which there are slots without a row, ascending."""
     steps = [chunk.blocks[chunk.shared, 0] for chunk in chunks if chunk.shared is not None]
     return np.unique(np.concatenate([np.zeros(0, np.int64), *steps]))
 
 
 def _without_row(like: pl.DataFrame, steps: Ints) -> pl.DataFrame:
-    """A line for each of these steps, with null in all other columns. like: has the columns and their types."""
+    """Return a line for each of these steps, with null in all other columns. like: a table with the same columns and types."""
     nothing = [None] * len(steps)
     return pl.DataFrame(
         [pl.Series(name, steps if name == "step" else nothing, kind) for name, kind in like.schema.items()]

@@ -10,7 +10,7 @@ from torch import Tensor
 from dualform.arrays import Bools
 from dualform.dual.gradients import Keep
 from dualform.dual.masked import is_marked, is_replayed, masked_by_groups, plan, rebuild_each
-from dualform.dual.totals import View, find
+from dualform.dual.totals import GroupTotals, find_totals
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.progress import Progress, report
 from dualform.query.conditions import Condition, Where, condition_columns, matching_groups, rows_before
@@ -34,10 +34,10 @@ class Mask:
     def _argument(self) -> str:
         return "drop" if self.drops else "only"
 
-    def groups(self) -> tuple[View, Bools] | None:
+    def groups(self) -> tuple[GroupTotals, Bools] | None:
         """Return stored deltas of groups that answer it, and which groups take part; None: slots are needed."""
         columns = condition_columns(self.condition, self.store, self._argument)
-        view = find(self.store, columns, self.end, deltas=True, subset=True)
+        view = find_totals(self.store, columns, self.end, deltas=True, subset=True)
         if view is None:
             return None
         rows = None
@@ -81,7 +81,7 @@ def masked_weights(
 
 
 def _from_groups(
-    network: Network, mask: Mask, view: View, kept: Bools, parameters: Sequence[str], read: str
+    network: Network, mask: Mask, view: GroupTotals, kept: Bools, parameters: Sequence[str], read: str
 ) -> dict[str, Tensor]:
     weights = network.weights_at(mask.end)
     masked = {}
@@ -114,9 +114,9 @@ def mask_reads(mask: Mask, parameters: Sequence[str]) -> dict[str, int]:
     slots = mask.slots()
     reads = {}
     for name in parameters:
-        found = plan(mask.store, name, end=mask.end, keep=slots)
-        if found is None:
+        mask_plan = plan(mask.store, name, end=mask.end, keep=slots)
+        if mask_plan is None:
             reads[name] = sum(mask.store.slots(layer.name) for layer in mask.store.users(name))
         else:
-            reads[name] = found.slots
+            reads[name] = mask_plan.slots
     return reads

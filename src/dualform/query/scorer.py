@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.dual.totals import View
+from dualform.dual.totals import GroupTotals
 from dualform.errors import MaskError
 from dualform.layers.layer import Layer
 from dualform.query.conditions import Condition
@@ -85,7 +85,7 @@ class Scorer(ABC):
         """Return what can find the best slots without computing all scores; None: nothing can."""
         return None
 
-    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[View, Tensor] | None:
+    def stored_totals(self, columns: list[str], absolute: bool) -> tuple[GroupTotals, Tensor] | None:
         """Return totals by these columns, (queries, groups) float64, from sums kept in the store; None: they need a scan."""
         return None
 

@@ -1,8 +1,8 @@
 """Conditions written as SQL text, turned into Polars expressions.
 
 The text may come from a browser, so it must not be able to do anything but compare columns. It is checked three times: its size,
-then its tokens (names, literals and a few operators; no function calls), then the nodes of the tree that sqlglot parses. Whatever is
-not on the lists below is refused. The expression is put together from Polars' own operators: no text reaches an interpreter of SQL.
+then its tokens (names, literals and a few operators, but no function calls), then the nodes of the tree that sqlglot parses. What is
+not on the lists below is refused. The expression is built from Polars' own operators, so no text reaches an SQL interpreter.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MAX_LIST = 500
 MAX_NESTING = 20
 """Parentheses and prefixes (NOT, -) around each other; sqlglot's parser recurses this deep."""
 MAX_HEIGHT = 50
-"""Calculations on top of each other; the time that Polars needs grows with the square."""
+"""Height of the expression; the time that Polars needs grows with its square."""
 MAX_SIZE = 5_000
 """Nodes of the Polars expression."""
 SHOWN = 200
-"""Characters of a text that a message repeats."""
+"""Characters of the text that are quoted in a message."""
 
 PREFIXES = {TokenType.NOT, TokenType.DASH, TokenType.PLUS}
 OPERATORS = PREFIXES | {
@@ -131,12 +131,12 @@ def _check_after_operand(operand: Token, token: Token) -> None:
 
 
 class _Nesting:
-    """How deep a condition is nested, by parentheses and by prefixes such as NOT."""
+    """Counts how deep a condition is nested, by parentheses and by prefixes such as NOT."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._around = [0]
-        """The depth inside of each open parenthesis; the first is outside of all."""
+        """The depth inside each open parenthesis; the first entry is that outside of all."""
 
     def enter(self, kind: TokenType) -> None:
         """Go on to the next token."""
@@ -200,7 +200,7 @@ class _Builder:
         self._size = 0
 
     def condition(self, node: exp.Expr, height: int = 0) -> pl.Expr:
-        """Return what is true or false."""
+        """Return the expression of a condition, which is true or false."""
         self._count(height)
         kind = type(node)
         if kind is exp.Paren:
@@ -224,7 +224,7 @@ class _Builder:
         raise _RefusedError(f"unexpected {kind.__name__}.")
 
     def value(self, node: exp.Expr, height: int = 0) -> pl.Expr:
-        """Return a number, a text or a truth value."""
+        """Return the expression of a value: a number, a text or a truth value."""
         self._count(height)
         kind = type(node)
         if kind is exp.Paren:
@@ -245,9 +245,9 @@ class _Builder:
         raise _RefusedError(f"unexpected {kind.__name__}.")
 
     def _test(self, node: exp.Expr, height: int) -> pl.Expr:
-        found = TESTS[type(node)](self, node, height)
+        condition = TESTS[type(node)](self, node, height)
         # sqlglot writes NOT LIKE into the node, and NOT IN around it, depending on its version
-        return ~found if node.args.get("negate") else found
+        return ~condition if node.args.get("negate") else condition
 
     def _negative(self, operand: exp.Expr, height: int) -> pl.Expr:
         if isinstance(operand, exp.Literal) and not operand.is_string:
@@ -263,7 +263,7 @@ class _Builder:
             raise _RefusedError(f"IN has {len(entries)} values, more than {MAX_LIST}.")
         before = self._size
         value = self.value(node.this, height + 1)
-        self._size += (self._size - before) * len(entries)  # it is compared with each entry
+        self._size += (self._size - before) * len(entries)  # the value is repeated for each entry
         equal = []
         for entry in entries:
             if not _is_literal(entry):
@@ -321,7 +321,7 @@ def _only(node: exp.Expr, *known: str) -> exp.Expr:
 
 
 def _chain(node: exp.Expr) -> list[exp.Expr]:
-    """The parts of a AND b AND c, or of a OR b OR c, which sqlglot nests to the left."""
+    """Return the parts of a AND b AND c, or of a OR b OR c, which sqlglot nests to the left."""
     kind = type(node)
     parts = []
     while type(node) is kind:
@@ -353,7 +353,7 @@ def _truth(node: exp.Expr) -> pl.Expr:
 
 
 OPERANDS: dict[type[exp.Expr], Callable[[exp.Expr], pl.Expr]] = {exp.Column: _column, exp.Boolean: _truth}
-"""What may stand alone as a condition or as a value."""
+"""What may be a condition or a value."""
 
 
 def _is_literal(node: exp.Expr) -> bool:
@@ -377,7 +377,7 @@ def _number(text: str) -> pl.Expr:
 
 
 def _regex(pattern: str) -> str:
-    """A LIKE pattern as a regular expression. Polars matches these in linear time."""
+    """Return a LIKE pattern as a regular expression. Polars matches these in linear time."""
     if len(pattern) > MAX_PATTERN:
         raise _RefusedError(f"a LIKE pattern has {len(pattern)} characters, more than {MAX_PATTERN}.")
     wildcards = {"%": ".*", "_": "."}

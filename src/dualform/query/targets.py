@@ -66,13 +66,13 @@ class CompletionTokens:
 
     def __call__(self, output: Any) -> Tensor:
         """Return log-probabilities, (examples, tokens)."""
-        found, asked = self._by_position(output)
-        return found[asked].reshape(len(found), -1)
+        log_probabilities, asked = self._by_position(output)
+        return log_probabilities[asked].reshape(len(log_probabilities), -1)
 
     def summed(self, output: Any) -> Tensor:
         """Return the log-probability of each example's completion, (examples,)."""
-        found, _ = self._by_position(output)
-        return found.sum(1)
+        log_probabilities, _ = self._by_position(output)
+        return log_probabilities.sum(1)
 
     def _by_position(self, output: Any) -> tuple[Tensor, Tensor]:
         """Log-probabilities, 0 where nothing is asked, and where something is, (examples, positions) each."""
@@ -88,8 +88,8 @@ class CompletionTokens:
             labels = labels[:, 1:]
         asked = labels != IGNORED
         tokens = labels.where(asked, 0).unsqueeze(2)
-        found = logits.log_softmax(2).gather(2, tokens)[:, :, 0]
-        return found.where(asked, 0), asked
+        log_probabilities = logits.log_softmax(2).gather(2, tokens)[:, :, 0]
+        return log_probabilities.where(asked, 0), asked
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ class TargetReader:
 
     def _checked(self, function: TargetFunction) -> TargetFunction:
         def checked(output: Any) -> Tensor:
-            found = function(output)
-            if not isinstance(found, Tensor) or found.shape != (self.rows,):
+            values = function(output)
+            if not isinstance(values, Tensor) or values.shape != (self.rows,):
                 raise QuestionError(
-                    f"target(output) gave {described(found)}; expected a tensor with one number for each of {self.rows} examples."
+                    f"target(output) gave {described(values)}; expected a tensor with one number for each of {self.rows} examples."
                 )
-            return found
+            return values
 
         return checked
 

@@ -54,9 +54,9 @@ def build_totals(
 
 
 def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ...]) -> None:
-    known = [column.name for column in store.manifest.columns]
-    known_text = ", ".join(known) or "none"
-    unknown = [name for name in columns if name not in known]
+    columns_there = [column.name for column in store.manifest.columns]
+    known_text = ", ".join(columns_there) or "none"
+    unknown = [name for name in columns if name not in columns_there]
     if unknown:
         raise QuestionError(f"by={by!r}: there is no column {', '.join(map(repr, unknown))}. Columns: {known_text}.")
     if not columns or len(set(columns)) < len(columns):

@@ -18,7 +18,7 @@ from dualform.layers.keys import RowGradients, select_columns
 from dualform.layers.layer import Use
 from dualform.recursions import KINDS, Linear, at_rest, outer
 from dualform.store.format import Manifest
-from dualform.totals.group_tensors import OF, Deltas
+from dualform.totals.group_tensors import FOLDED, Deltas
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
 from dualform.totals.stretch import Piece, StretchUpdates, Uses
 from dualform.totals.sums import sum_by_group
@@ -39,7 +39,7 @@ class ElementwiseFold:
         tensors: dict[str, Tensor],
         beginning: Mapping[str, Tensor] | None,
     ):
-        """number: of the parameter. tensors: what is kept, by the names of Accumulated. beginning: the snapshot that training began from."""
+        """number: of the parameter. tensors: by the names of Accumulated, changed in place. beginning: the snapshot that training began from."""
         self._number = number
         self._parameters = len(manifest.parameters)
         self._name = manifest.parameters[number].name
@@ -55,7 +55,7 @@ class ElementwiseFold:
             self._begin(beginning)
 
     def _begin(self, beginning: Mapping[str, Tensor]) -> None:
-        """Take the parameter and its optimizer state as they were when recording began."""
+        """Start from the parameter and its optimizer state when recording began."""
         weight = beginning[f"model.{self._name}"]
         average = beginning.get(f"state.{self._name}.{self._kind.average}", torch.zeros_like(weight))
         states = {"weight": weight, "average": average}
@@ -63,7 +63,7 @@ class ElementwiseFold:
             nothing = weight.new_zeros(shape)
             states[state] = beginning.get(f"state.{self._name}.{state}", nothing)
         self._keep("now", states)
-        self._keep("initial", {of: states[of] for of in OF})
+        self._keep("initial", {name: states[name] for name in FOLDED})
 
     def _keep(self, prefix: str, states: States) -> None:
         for state, tensor in states.items():
@@ -71,11 +71,11 @@ class ElementwiseFold:
 
     def _states(self, prefix: str) -> States:
         """Return the parameter and its optimizer state, to be changed in place."""
-        states = (*OF, *self._kind.shared_shapes(self._shape))
+        states = (*FOLDED, *self._kind.shared_shapes(self._shape))
         return {state: self._tensors[f"{prefix}.{self._number}.{state}"] for state in states}
 
     def fold(self, uses: Uses, deltas: Mapping[int, Deltas]) -> None:
-        """Update everything, one step after the other. deltas: by grouping."""
+        """Run the optimizer on the initial part and on each group's part, step by step. deltas: by grouping."""
         now = self._states("now")
         initial_weight = self._tensors[f"initial.{self._number}.weight"]
         initial_average = self._tensors[f"initial.{self._number}.average"]
@@ -130,8 +130,8 @@ class ElementwiseFold:
     def _vector_parts(self, slots: Uses, update: int, gradient: Tensor, grouping: int, count: int) -> Tensor:
         """Return what a vector's gradient holds beyond its slots, and what the slots of each group added to it, (1 + groups, *shape).
 
-        What slots write to a bias may cancel to rounding (before a normalisation, in an attention), and Adam divides that by its own size: the
-        sums are made in a longer type, as they are for masks without totals.
+        What slots write to a bias may cancel up to rounding (before a normalisation, in an attention), and Adam divides the rest by its own
+        size. So these sums are computed in a longer type, as they are for masks without totals.
         """
         longer: Any = np.longdouble if gradient.dtype == torch.float64 else np.float64
         parts = np.zeros((count, *gradient.shape), longer)
@@ -152,7 +152,7 @@ class ElementwiseFold:
     # Rounding to 16 bits
 
     def _fold_rounding(self, slots: Uses, update: int, gradient: Tensor) -> None:
-        """Update a copy of the parameter whose gradients have noise, from the first one on that has."""
+        """Update a copy of the parameter whose gradients have noise; it starts at the first gradient that has."""
         noise = self._noise(slots, update, gradient)
         if noise is not None and f"rounded.{self._number}.weight" not in self._tensors:
             self._keep("rounded", self._states("now"))
@@ -162,7 +162,7 @@ class ElementwiseFold:
         self._step(self._states("rounded"), update, disturbed_gradient)
 
     def _noise(self, slots: Uses, update: int, gradient: Tensor) -> Tensor | None:
-        """Return as much random noise as rounding to 16 bits has added to a gradient; None: it has not."""
+        """Return random noise of the size that rounding to 16 bits added to a gradient; None: it was not rounded."""
         rounded = self._updates.rounded
         if rounded is None or not rounded.units[update]:
             return None
@@ -175,7 +175,7 @@ class ElementwiseFold:
         else:
             added = _added_by_passes(slots, factors, gradient)
             spread = coarse_spread(map(torch.square, added), rest, unit)
-        # The same in a recording that was interrupted and resumed
+        # Seeded by step and parameter, so that an interrupted and resumed recording draws the same
         seed = int(self._updates.steps[update]) * self._parameters + self._number
         generator = torch.Generator().manual_seed(seed)
         random = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)

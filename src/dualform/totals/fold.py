@@ -1,8 +1,8 @@
 """Folding a stretch of training into totals: key sums, and each group's part of the weights.
 
-Over a stretch, the optimizer's recursion maps a group's part of the weights and of the state (ΔW_g, Δstate_g) linearly,
-and adds the group's gradients with coefficients known at its end: one matrix product for each group, and the recursion
-itself need not be run step by step. (It is where coefficients are matrices: elementwise.py.)
+Over a stretch, the optimizer's recursion is a linear map of a group's part of the weights and of the state (ΔW_g, Δstate_g), plus the
+group's gradients, each times a coefficient that is known at the end of the stretch. So each group takes one matrix product, and the
+recursion need not run step by step. Where coefficients are matrices it does: elementwise.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dualform.layers.keys import KeysOrGradients, OneHot, RowGradients
 from dualform.recursions import KINDS, Walked
 from dualform.store.format import Grouping, Manifest
 from dualform.totals.elementwise import ElementwiseFold
-from dualform.totals.group_tensors import OF, Deltas, GroupTensors
+from dualform.totals.group_tensors import FOLDED, Deltas, GroupTensors
 from dualform.totals.stretch import Piece, StretchUpdates, Uses
 from dualform.totals.written import add_by_group
 
@@ -30,13 +30,16 @@ WITHOUT_GROUPS = ("initial.", "now.", "rounded.")
 class Accumulated:
     """The totals of a recording, in memory.
 
-    Tensors, as in the store: `{grouping}.{layer}.keys` and `.visits`, one row a group; `{grouping}.p{parameter}.weight` and
-    `.average`, the group deltas (for biases with `.rest` at the end: row 0 is what their gradients hold beyond the slots);
-    `initial.{parameter}`, the initial part's numbers, or, where coefficients are matrices, `initial.{parameter}.weight` and
-    `.average`, the initial part itself, and `now.{parameter}.…`, the parameter and its optimizer state; `negative.{layer}`,
-    whether any key was. If slots are not kept, what rounding to 16 bits under autocast may have done: `rounded.{parameter}`, the covariance of
-    its effects on parameter and average, or, where coefficients are matrices, `rounded.{parameter}.…`, the same as `now` with gradients that
-    are disturbed by as much.
+    Its tensors, by the names that they have in the store; layers and parameters are numbers:
+
+    - `{grouping}.{layer}.keys`, `{grouping}.{layer}.visits`: key sums and numbers of slots, one row a group.
+    - `{grouping}.p{parameter}.weight`, `….average`: the group deltas. For biases the name ends in `.rest`, and row 0 is what their
+      gradients hold beyond their slots.
+    - `initial.{parameter}`: the coefficients of the initial part. Where coefficients are matrices, `initial.{parameter}.weight` and
+      `….average` are the initial part itself, and `now.{parameter}.…` the parameter and its optimizer state.
+    - `negative.{layer}`: whether any key has a negative element.
+    - `rounded.{parameter}`, if slots are not kept: what rounding to 16 bits under autocast may have done, as the covariance of its effects on
+      parameter and average. Where coefficients are matrices, `rounded.{parameter}.…` is `now` with gradients disturbed by as much.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Accumulated:
         kept: Mapping[str, Tensor] | None = None,
         beginning: Mapping[str, Tensor] | None = None,
     ):
-        """kept: totals to go on with. beginning: else the snapshot that training began from."""
+        """kept: totals to continue. beginning: the snapshot that training began from, needed if there are none."""
         self.groupings = tuple(groupings)
         self._manifest = manifest
         self._numbers = {parameter.name: number for number, parameter in enumerate(manifest.parameters)}
@@ -106,7 +109,7 @@ class Accumulated:
         delta_bytes = 0
         for parameter in self._manifest.parameters:
             item_size = 8 if parameter.dtype == "float64" else 4
-            delta_bytes += len(OF) * item_size * math.prod(parameter.shape)
+            delta_bytes += len(FOLDED) * item_size * math.prod(parameter.shape)
         total = 0
         for grouping, count in zip(self.groupings, groups, strict=True):
             if grouping.kind != "deltas":
@@ -148,10 +151,10 @@ class Accumulated:
                 sums.index_add_(0, groups, keys.to(dtype))
 
     def _fold_initial(self, number: int, updates: StretchUpdates) -> None:
-        """Update X_T in terms of W_0 and average_0: one row of numbers for the parameter and for its average."""
+        """Update the coefficients of the initial part: a row of two numbers for the parameter, and one for its average."""
         tensors = self._without_groups
-        walked = [updates.walked(of) for of in OF]
-        stretch = torch.tensor([[of.a, of.b] for of in walked], dtype=torch.float64)
+        walked = [updates.walked(name) for name in FOLDED]
+        stretch = torch.tensor([[one.a, one.b] for one in walked], dtype=torch.float64)
         nothing = torch.zeros_like(stretch)
         unchanged = torch.eye(2, dtype=torch.float64)
         initial = f"initial.{number}"
@@ -162,21 +165,21 @@ class Accumulated:
             tensors[rounded] = stretch @ tensors[rounded] @ stretch.T
         name = self._manifest.parameters[number].name
         if updates.rounded is None or self._manifest.is_vector(name):
-            return  # the gradients of vectors are kept as they were
+            return  # the gradients of vectors are recorded exactly
         # The roundings of different steps are independent of each other: their variances add up
         rests = updates.rounded.rests
-        effects = torch.from_numpy(np.stack([of.c * rests for of in walked]))
+        effects = torch.from_numpy(np.stack([one.c * rests for one in walked]))
         tensors[rounded] = tensors.get(rounded, nothing) + effects @ effects.T
 
 
 def _fold_deltas(deltas: Deltas, grouping: int, uses: Uses, updates: StretchUpdates) -> None:
     """Add what a stretch's slots wrote to their groups' parts of a parameter, where coefficients are numbers."""
-    coefficients = updates.reaching
+    coefficients = updates.at_end
     if coefficients is None:
-        coefficients = {of: updates.walked(of) for of in OF}
+        coefficients = {name: updates.walked(name) for name in FOLDED}
         _carry(deltas, coefficients)
-    for of, target in deltas.items():
-        by_update = coefficients[of].c
+    for name, target in deltas.items():
+        by_update = coefficients[name].c
         rest = None
         if deltas.has_rest:
             rest = target[0]
@@ -189,17 +192,17 @@ def _fold_deltas(deltas: Deltas, grouping: int, uses: Uses, updates: StretchUpda
 
 
 def _carry(deltas: Deltas, coefficients: Mapping[str, Walked]) -> None:
-    """Take what there was before a stretch through its updates."""
+    """Apply the updates of a stretch to what groups had before it."""
     weight = deltas.weight.clone()
     average = deltas.average.clone()
-    for of, target in deltas.items():
-        walked = coefficients[of]
+    for name, target in deltas.items():
+        walked = coefficients[name]
         torch.mul(weight, walked.a, out=target)
         target.add_(average, alpha=walked.b)
 
 
 def _subtract_gradients(rest: Tensor, updates: StretchUpdates, coefficients: Floats) -> None:
-    """Subtract what the gradients of a vector did to it, slots or not."""
+    """Subtract what the recorded gradients of a vector did to it, whether or not slots explain it."""
     if updates.gradients is not None:
         gradients = updates.gradients.double()
         written = torch.tensordot(torch.from_numpy(coefficients), gradients, 1)
@@ -207,7 +210,7 @@ def _subtract_gradients(rest: Tensor, updates: StretchUpdates, coefficients: Flo
 
 
 def _key_numbers(keys: KeysOrGradients) -> Tensor:
-    """Return what is summed of keys: vectors, or of one-hot keys their places. Of the gradients of rows, nothing is."""
+    """Return the numbers that are summed: vectors, or the places of one-hot keys. Gradients of rows have no keys to sum."""
     if isinstance(keys, RowGradients):
         return keys.data[:, :0]
     return keys.places if isinstance(keys, OneHot) else keys.vectors()

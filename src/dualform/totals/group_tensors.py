@@ -1,4 +1,4 @@
-"""Tensors with a row for each group, which grow as groups appear."""
+"""Tensors with a row for each group. They grow as groups appear."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dualform.store.format import Manifest
 
-OF = ("weight", "average")
-"""What is kept of a group: its part of the parameter, and of the optimizer's running average."""
+FOLDED = ("weight", "average")
+"""What is folded for each group: its part of the parameter ("weight"), and its part of the optimizer's running average ("average")."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Deltas:
     average: Tensor
     """(groups, *shape)"""
     has_rest: bool
-    """Of a bias: there is one more row, the first, for what its gradients hold beyond the sum of their slots (rounding)."""
+    """Whether there is one more row, the first, for what the gradients of a bias hold beyond the sum of their slots (rounding)."""
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Return both by the names in OF."""
+        """Return both, by the names in FOLDED."""
         return [("weight", self.weight), ("average", self.average)]
 
 
@@ -40,7 +40,7 @@ class GroupTensors:
         self._grown: dict[str, _Grown] = {}
 
     def restore(self, name: str, tensor: Tensor) -> None:
-        """Go on with a tensor that was kept."""
+        """Continue with a tensor from the store."""
         self._grown[name] = _Grown(tensor.clone())
         if name.endswith(".visits"):
             self.count(_grouping(name), len(tensor))
@@ -83,7 +83,7 @@ def _grouping(name: str) -> int:
 
 
 class _Grown:
-    """A tensor to which rows of zeros are added, with room for more than there are."""
+    """A tensor to which rows of zeros can be added; it has spare capacity, so that this is cheap."""
 
     def __init__(self, data: Tensor):
         self._data = data
@@ -93,7 +93,7 @@ class _Grown:
         """Return the first `count` rows, new ones zero."""
         capacity, *shape = self._data.shape
         if count > capacity:
-            # Zeros of NumPy's take memory only when they are touched
+            # NumPy's zeros take no memory until they are written to
             dtype = self._data.numpy().dtype
             zeros = np.zeros((max(count, 2 * capacity), *shape), dtype)
             larger = torch.from_numpy(zeros)

@@ -1,4 +1,4 @@
-"""The updates of a parameter as they are stored, chunk by chunk, with what becomes of them by the end of the run."""
+"""The stored updates of a parameter, chunk by chunk, with their coefficients at the end of the run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import polars as pl
 from dualform.recursions import KINDS, Walked
 from dualform.store.reader import Store
 from dualform.store.tables import factor_table, settings_of
-from dualform.totals.group_tensors import OF
+from dualform.totals.group_tensors import FOLDED
 from dualform.totals.stretch import StretchUpdates
 
 UpdatesByChunk = dict[int, StretchUpdates]
 """By the number of the chunk; chunks in which the parameter was not updated are left out."""
 Coefficients = dict[str, Walked]
-"""By what is kept of a group: see OF."""
+"""For the weight and its average: see FOLDED."""
 
 
 def updates_by_chunk(store: Store, parameter: str) -> UpdatesByChunk:
     """Return the updates of a parameter.
 
-    The run is over, so coefficients that are numbers are taken at its end: what one chunk wrote need not be carried through the
-    later ones, and the running average holds little of all but the last.
+    The run is over, so coefficients that are numbers are those at its end. What a chunk wrote then need not be carried through the later
+    chunks, and the running average, which forgets, needs few chunks but the last.
     """
     by_chunk = _as_stored(store, parameter)
     kinds = {updates.kind for updates in by_chunk.values()}
     if not kinds or any(KINDS[kind].elementwise for kind in kinds):
         return by_chunk
-    reaching = _coefficients_at_the_end(by_chunk)
+    at_end = _coefficients_at_the_end(by_chunk)
     dtype = np.float64 if store.manifest.dtype == "float64" else np.float32
     rounding = float(np.finfo(dtype).eps)
-    for of in OF:
-        _drop_lost(of, reaching.values(), rounding)
+    for name in FOLDED:
+        _drop_lost(name, at_end.values(), rounding)
     for chunk, updates in by_chunk.items():
-        by_chunk[chunk] = replace(updates, reaching=reaching[chunk])
+        by_chunk[chunk] = replace(updates, at_end=at_end[chunk])
     return by_chunk
 
 
@@ -63,17 +63,17 @@ def _coefficients_at_the_end(by_chunk: UpdatesByChunk) -> dict[int, Coefficients
     later: Coefficients = {}
     for chunk in sorted(by_chunk, reverse=True):
         updates = by_chunk[chunk]
-        later = {of: updates.walked(of, later.get(of)) for of in OF}
+        later = {name: updates.walked(name, later.get(name)) for name in FOLDED}
         coefficients[chunk] = dict(later)
     return coefficients
 
 
-def _drop_lost(of: str, reaching: Collection[Coefficients], rounding: float) -> None:
-    """Set coefficients to zero that are lost in the rounding of the largest, even if there are many."""
-    sizes = [float(np.abs(walked[of].c).max(initial=0)) for walked in reaching]
+def _drop_lost(name: str, at_end: Collection[Coefficients], rounding: float) -> None:
+    """Set coefficients to zero that vanish in the rounding of the largest, even if many add up."""
+    sizes = [float(np.abs(walked[name].c).max(initial=0)) for walked in at_end]
     smallest = rounding**2 * max(sizes)
-    for walked in reaching:
-        coefficients = walked[of].c
+    for walked in at_end:
+        coefficients = walked[name].c
         is_lost = np.abs(coefficients) < smallest
         kept = np.where(is_lost, 0.0, coefficients)
-        walked[of] = replace(walked[of], c=kept)
+        walked[name] = replace(walked[name], c=kept)

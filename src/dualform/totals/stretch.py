@@ -1,4 +1,4 @@
-"""A stretch of training as totals see it: the slots of each layer, and the updates of each parameter."""
+"""A stretch of training, as totals fold it: the slots of each layer, and the updates of each parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Piece:
     groups: Sequence[Ints]
     """For each grouping: the group of each slot, (n,)."""
     written: Bools | None = None
-    """(n,): which slots wrote something, so that their keys are counted; None: all of them, as far as is known."""
+    """(n,): which slots wrote something; only their keys are summed. None: all of them."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -48,7 +48,7 @@ class Piece:
 
 
 Uses = Sequence[tuple[Use, Piece]]
-"""The slots that make up a parameter, each piece with how they do so."""
+"""The slots that make up a parameter, each piece with the use that says how."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Rounded:
 
 @dataclass(frozen=True)
 class StretchUpdates(Updates):
-    """The updates of one parameter in a stretch, with what folding needs to know."""
+    """The updates of one parameter in a stretch, with what folding needs besides."""
 
     gradients: Tensor | None = None
     """(updates, d_out), for biases."""
-    reaching: Mapping[str, Walked] | None = None
-    """Their coefficients at the end of the run, by what is kept of a group, where they are known in advance."""
+    at_end: Mapping[str, Walked] | None = None
+    """Their coefficients at the end of the run, for the weight and its average (FOLDED); None: not known yet."""
     rounded: Rounded | None = None
-    """What rounding to 16 bits has done to their gradients; None: nothing, or it is not asked for, since all updates are kept."""
+    """What rounding to 16 bits did to their gradients; None: nothing, or all updates are stored, so that it can be computed later."""
 
     def slot_scales(self, coefficients: Floats, slots: Piece) -> Floats:
         """Return coefficient × factor of each slot, (n,); 0 where the parameter was not updated."""
         updates, backward_passes = self.factors.shape
-        # One more row and column of zeros, for slots of other steps and other backward passes
+        # The last row and column are zeros, for slots of other steps and other backward passes
         table = np.zeros((updates + 1, backward_passes + 1))
         table[:-1, :-1] = coefficients[:, None] * self.factors
         is_updated = np.isin(slots.steps, self.steps)

@@ -1,7 +1,7 @@
-"""Sums of numbers that cancel each other: what is left of them may be far below the rounding of a plain sum.
+"""Exact sums of numbers that cancel: the result may be far below the rounding error of a plain sum.
 
-So it is with the bias of an attention's keys, whose true gradient is zero, and with that before a normalisation. An optimizer that divides by
-the size of a gradient makes a step like any other of what is left.
+This happens to the bias of an attention's keys, whose true gradient is zero, and to a bias before a normalisation. An optimizer that
+divides a gradient by its size takes a full step even then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dualform.arrays import Array, Ints
 
 FLOAT64_BITS = 53
 HIGHER_BITS = 30
-"""So many bits of each number are summed apart from the rest: 2²³ of such numbers have a sum that fits into a float64."""
+"""This many bits of each number are summed apart from the rest: the sum of 2²³ such numbers fits into a float64."""
 
 
 def sum_by_group(
@@ -23,25 +23,25 @@ def sum_by_group(
     groups: Ints | None = None,
     count: int = 1,
 ) -> Array:
-    """Return Σ values (n, …) of each group in a longer type, (count, …), not rounded where the values cancel.
+    """Return Σ values (n, …) of each group in a longer type, (count, …), without rounding error where values cancel.
 
-    groups: (n,), from 0 to count − 1; None: all are of one.
+    groups: (n,), from 0 to count − 1; None: one group.
     """
     higher, lower = _cut(values)
     if groups is None:
         groups = np.zeros(len(values), np.int64)
-    # The sum of the higher parts is exact. If they cancel, it is as small as that of the lower parts
+    # The sum of the higher parts is exact. If they cancel, it is as small as the sum of the lower parts
     total = _added(higher, longer, groups, count)
     total += _added(lower, longer, groups, count)
     return total
 
 
 def _cut(values: Array) -> tuple[Array, Array]:
-    """Cut numbers in two: multiples of one number in each column, and the rest."""
+    """Split numbers into their higher bits, which are multiples of one number in each column, and the rest."""
     doubles = values.astype(np.float64)
     largest = np.abs(doubles).max(0, initial=0.0)
     _, exponents = np.frexp(largest)
-    # Beside a number this large, no lower bits have room
+    # Adding a number this large rounds the lower bits away
     shift_bits = FLOAT64_BITS - 1 - HIGHER_BITS
     shift = np.ldexp(1.5, exponents + shift_bits)
     higher = (doubles + shift) - shift

@@ -1,6 +1,6 @@
-"""The best slots of each query. `top_k` is the one door: an index answers where it pays, else all scores are computed.
+"""Find the best slots of each query. `top_k` asks an index if the scorer has one that pays off, and otherwise computes all scores.
 
-`USE_INDEX = False` switches all indexes off.
+`USE_INDEX = False` turns all indexes off.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from dualform.query.scorer import Scorer
 
 USE_INDEX = True
-"""False: all scores are computed, always. Answers are the same."""
+"""False: always compute all scores. The answers are the same."""
 
 
 def top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None) -> list[Ranking]:
     """Return the k best slots of each query, for each group of the request; without groups, a list of one ranking.
 
-    Exact, whichever way it is found.
+    The result is exact, with or without an index.
     """
     index = scorer.index() if USE_INDEX else None
     if index is not None:
-        found = index.search(request)
-        if found is not None:
-            return found
+        rankings = index.search(request)
+        if rankings is not None:
+            return rankings
     return scan_top_k(scorer, request, executor)
 
 

@@ -15,11 +15,11 @@ from dualform.query.search.sketch import STRETCH, Sketch, lengths, make_sketch
 from dualform.store.reader import Store
 
 READ = 1024
-"""How many vectors are decoded at a time: they stay in the processor's cache."""
+"""How many vectors are decoded at a time, so that they stay in the processor's cache."""
 
 
 class Bounds(Protocol):
-    """What is known of the scores of some members before they are computed. |score| ≤ length × size."""
+    """Estimates of the scores of some members, and upper bounds on them. |score| ≤ length × size."""
 
     @property
     def lengths(self) -> Tensor:
@@ -72,22 +72,22 @@ class StoredVectors:
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor:
         """Return queries (m, d) · the vectors with these numbers, (m, n). numbers ascend."""
         table = self._store.picked(self._number, self._what)
-        found = table.dots(queries, numbers)
-        if found is not None:
-            return found
-        found = queries.new_empty(len(queries), len(numbers))
+        products = table.dots(queries, numbers)
+        if products is not None:
+            return products
+        products = queries.new_empty(len(queries), len(numbers))
         for low in range(0, len(numbers), READ):
             high = low + READ
             vectors = self._read(numbers[low:high])
-            found[:, low:high] = queries @ vectors.T
-        return found
+            products[:, low:high] = queries @ vectors.T
+        return products
 
     def _read(self, numbers: Tensor) -> Tensor:
         return self._store.gather(self._number, self._what, numbers.numpy(), self._dtype)
 
 
 def key_numbers(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
-    """Return the numbers of the stored keys of some slots: several slots may share one."""
+    """Return the numbers of the stored keys of some slots. Several slots may share a key."""
     if not store.has_equal_keys(layer):
         return slots
     numbers = store.cached(("key numbers", layer), lambda: _all_key_numbers(store, layer, end), end)
@@ -95,21 +95,21 @@ def key_numbers(store: Store, layer: str, end: int, slots: Tensor) -> Tensor:
 
 
 def _all_key_numbers(store: Store, layer: str, end: int) -> Tensor:
-    found = [np.zeros(0, np.int64)]
+    by_chunk = [np.zeros(0, np.int64)]
     for chunk in store.addresses(layer, end_step=end):
         numbers = chunk.key_numbers
         if numbers is None:  # each slot of the chunk has a key of its own
             first_key = chunk.end_key - chunk.chunk.keys[chunk.number]
             numbers = np.arange(first_key, first_key + chunk.slots)
-        found.append(numbers)
-    return torch.from_numpy(np.concatenate(found))
+        by_chunk.append(numbers)
+    return torch.from_numpy(np.concatenate(by_chunk))
 
 
 class Products:
     """Inner products of queries (n, d) with vectors, and bounds on them."""
 
     def __init__(self, queries: Tensor, vectors: VectorSource, numbers: Tensor):
-        """numbers: (members,), the vector of each member; any order, with repetitions."""
+        """numbers: (members,), the vector of each member, in any order; members may share a vector."""
         self._queries = queries
         self._vectors = vectors
         self._numbers = numbers
@@ -135,14 +135,14 @@ class Products:
         near, rests = self._vectors.sketch.vectors
         numbers = self._numbers[places]
         rests = rests.index_select(0, numbers)
-        found = self._vectors.sketch.table.dots(own, numbers)
-        if found is None:
+        estimates = self._vectors.sketch.table.dots(own, numbers)
+        if estimates is None:
             parts = []
             for some in torch.split(numbers, STRETCH):
                 vectors = near.index_select(0, some).to(own.dtype)
                 parts.append(own @ vectors.T)
-            found = torch.cat(parts, 1)
-        return found, own_rests, rests
+            estimates = torch.cat(parts, 1)
+        return estimates, own_rests, rests
 
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """Return the products, (queries, places). A vector that several members share is read once."""

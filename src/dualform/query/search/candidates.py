@@ -1,7 +1,7 @@
-"""From upper bounds on scores to the best slots: only slots whose bound is high enough are scored.
+"""Find the best slots by upper bounds on their scores. Only slots whose bound is high enough are scored.
 
 First the slots that look best are scored. The k-th best of their scores is a threshold: a slot whose upper bound is below it cannot
-be among the k best. Nothing is approximate.
+be among the k best, so that the result is exact.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dualform.query.search.bounds import Bounds
 from dualform.query.search.members import Members
 
 AHEAD = 1.25
-"""How many slots are scored first, for each one wanted."""
+"""How many slots are scored first, relative to k."""
 AT_ONCE = 1 << 22
-"""Up to this many bounds, of all queries and slots together, are computed at once."""
+"""Up to this many bounds, over all queries and slots, are computed at once."""
 LOOK = 1 << 13
 LOOK_PER_WANTED = 32
-"""Where there are more, the first look is at this many of the longest slots only, or at this many for each one wanted."""
+"""If there are more bounds, the first look is at the longest slots only: LOOK of them, or LOOK_PER_WANTED for each slot wanted."""
 MOST_QUERIES = 256
 TILE = 1 << 19
 TILE_SLOTS = 1 << 15
-"""The other bounds are then computed a tile at a time, which stays in the processor's cache."""
+"""The other bounds are then computed in tiles of this many bounds and slots, which stay in the processor's cache."""
 ENOUGH = 4096
-"""When this many slots have passed, they are scored, and the threshold rises."""
+"""As soon as this many slots have passed, they are scored, which raises the threshold."""
 MANY = 0.25
-"""If more than this part of the slots would be scored first, all are scored at once."""
+"""If more than this share of the slots would be scored first, all slots are scored."""
 
 
 def best_members(
@@ -55,8 +55,8 @@ def best_members(
         block = slice(first, min(first + size, queries))
         search = _Search(bounds, members, k, order, block, dtype)
         best = search.run(looked_at)
-        found = [members.slots_of(ranking, k, order) for ranking in best]
-        blocks.append(found)
+        rankings = [members.slots_of(ranking, k, order) for ranking in best]
+        blocks.append(rankings)
     return stacked_by_group(blocks, members.groups, dtype)
 
 
@@ -83,10 +83,10 @@ class _Search:
         if len(looked_at) < total:
             return self._rank_in_tiles(threshold)
         passes = self._passes(bound, looked_at, threshold)
-        passes[promising.numpy()] = False  # they are scored already
+        passes[promising.numpy()] = False  # scored above
         passing = _places(passes)
         more_scores = self.bounds.exact(self.queries, passing)
-        # All are ranked once more, together: merging the rankings of many groups takes longer
+        # Ranking all of them again is faster than merging the rankings of many groups
         places = torch.cat([promising, passing])
         order = np.argsort(places.numpy(), kind="stable")
         ascending = torch.from_numpy(order)
@@ -95,7 +95,7 @@ class _Search:
 
     def _rank_in_tiles(self, threshold: Tensor) -> list[Ranking]:
         """Compute bounds a tile at a time, and score the members that pass."""
-        # |score| ≤ length × size, so that members that are too short need no other bound
+        # |score| ≤ length × size, so members that are too short need no other bound
         sizes = self.bounds.sizes[self.queries]
         shortest = (threshold.amin(1) / sizes).amin()
         is_short = self.bounds.lengths < shortest
@@ -142,8 +142,8 @@ class _Search:
         if not len(places):
             return best
         scores = self.bounds.exact(self.queries, places)
-        found = self._rank(places, scores)
-        return [merged(old, new, self.k, self.order) for old, new in zip(best, found, strict=True)]
+        further = self._rank(places, scores)
+        return [merged(old, new, self.k, self.order) for old, new in zip(best, further, strict=True)]
 
     def _rank(self, places: Tensor, scores: Tensor) -> list[Ranking]:
         """Return the best of each group among the members at some places, which ascend. scores: (queries, places)."""
@@ -167,7 +167,7 @@ class _Search:
     def _passes(self, bound: Tensor, places: Tensor, threshold: Tensor) -> Bools:
         """Return whether the bounds of each member (queries, places) reach the threshold (queries, groups) of any query.
 
-        A bound that is not a number does.
+        A bound that is NaN counts as reaching it.
         """
         codes = self.members.codes_at(places)
         if codes is not None:

@@ -1,4 +1,4 @@
-"""What can find the best slots without computing all scores."""
+"""Indexes, which find the best slots without computing all scores."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from dualform.query.scorer import Selection
 
 FEWEST_SLOTS = 1 << 14
-"""Of fewer slots, all scores are computed."""
+"""With fewer slots, all scores are computed."""
 MOST_GROUPS = 64
+"""With more groups, all scores are computed."""
 
 
 @dataclass(frozen=True)
 class TopKRequest:
-    """The k best of the selected slots; of each group, if there are groups."""
+    """A question for the k best of the selected slots, in each group if there are groups."""
 
     k: int
     order: Order
@@ -37,7 +38,7 @@ class TopKRequest:
 
     @property
     def group_count(self) -> int:
-        """How many rankings are asked for."""
+        """How many rankings there will be."""
         return 1 if self.groups is None else len(self.groups)
 
 
@@ -45,7 +46,7 @@ class Index(Protocol):
     """Finds the best slots without computing all scores, exactly."""
 
     def search(self, request: TopKRequest) -> list[Ranking] | None:
-        """Return the ranking of each group; None: computing all scores is cheaper."""
+        """Return the ranking of each group; None if computing all scores is cheaper."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class SlotIndex:
     bounds_of: Callable[[Tensor, Order], Bounds]
     """From slot numbers (n,) to bounds on their scores."""
     keys_of: Callable[[Tensor], Tensor] | None = None
-    """From slot numbers (n,) to numbers of keys, if slots that share a key have the same score."""
+    """From slot numbers (n,) to numbers of keys; given if slots that share a key have the same score."""
 
     def search(self, request: TopKRequest) -> list[Ranking] | None:
-        """Return the ranking of each group; None: computing all scores is cheaper."""
+        """Return the ranking of each group; None if computing all scores is cheaper."""
         if not FEWEST_SLOTS <= self.store.slots(self.layer) <= MOST_VECTORS:
             return None
         if request.group_count > MOST_GROUPS:
@@ -75,7 +76,7 @@ class SlotIndex:
         return best_members(bounds, members, request.k, request.order, self.queries, self.dtype)
 
     def _members(self, request: TopKRequest) -> Members:
-        """Return the slots that take part, with their groups. Without a condition they are the same for every query."""
+        """Return the selected slots with their groups, from the cache if the selection has a key."""
         selection = request.selection.key
         if selection is None:
             return self._find_members(request)
@@ -95,7 +96,7 @@ class SlotIndex:
                 codes.append(request.groups(chunk)[places])
         numbers = torch.from_numpy(np.concatenate(slots))
         grouped = None if request.groups is None else torch.from_numpy(np.concatenate(codes)).int()
-        # Finding equal keys takes longer than one question saves, so it is done only for members that are kept
+        # Finding equal keys takes longer than one question saves, so it is done only for members that are cached
         if self.keys_of is None or request.selection.key is None:
             return Members(numbers, grouped, request.group_count)
         return members_by_key(numbers, self.keys_of(numbers), grouped, request.group_count)

@@ -1,4 +1,4 @@
-"""What a search ranks: slots, or keys that several slots share."""
+"""The members of a search, which it ranks: slots, or keys that several slots share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Members:
     """The members of a search. A place is an index into the list of members."""
 
     slots: Tensor
-    """(n,), ascending: the slot of each member, or the first of the slots that share its key."""
+    """(n,), ascending: the slot of each member; if several slots share its key, the first of them."""
     codes: Tensor | None = None
     """(n,) int32: the group of each member; None: all are one group."""
     groups: int = 1
@@ -36,7 +36,7 @@ class Members:
 
     @cached_property
     def usual_count(self) -> int:
-        """How many slots a member usually stands for."""
+        """The median number of slots per member."""
         if self.sharing is None:
             return 1
         median = np.median(self.sharing.counts)
@@ -59,7 +59,7 @@ class Members:
         """Return the k best slots, from the places of the k best members."""
         if self.sharing is None:
             return Ranking(self.slots[ranking.slots], ranking.scores)
-        # Members below the k-th slot have none among the k best
+        # Members below the k-th slot's score have no slot among the k best
         keys = rank_keys(ranking.scores, order)
         threshold = self.threshold(ranking, k, order)
         is_below = keys < threshold[:, None]
@@ -90,18 +90,18 @@ class SharingSlots:
         queries, width = ranking.slots.shape
         members = ranking.slots.reshape(-1).numpy()
         scores = ranking.scores.reshape(-1).numpy()
-        # The first k slots of each member, one member after the other. entry: the place of each slot's member in the ranking
+        # The first k slots of each member, one member after the other; `entry` is the place of each slot's member in the ranking
         counts = np.minimum(self.counts[members], k)
         entry = np.repeat(np.arange(len(members)), counts)
         ends = np.cumsum(counts)
         begins = self._starts[members] - (ends - counts)
         places = begins[entry] + np.arange(len(entry))
         slots = self._slots[places]
-        # Members are in order already: only slots of members with equal scores are still to be sorted, by their number
+        # Members are sorted already; only slots of members with equal scores must still be sorted, by their numbers
         keys = rank_keys(ranking.scores, order)
         ranks = _ranks(keys)
         by_rank = np.lexsort((slots, ranks[entry]))
-        # Each query has at least k slots, or else all queries have the same slots
+        # Either each query has at least k slots, or all queries have the same slots
         kept = min(k, len(slots) // queries)
         first_entries = width * np.arange(queries)
         starts = np.searchsorted(entry, first_entries)
@@ -126,7 +126,7 @@ def members_by_key(slots: Tensor, keys: Tensor, codes: Tensor | None, groups: in
     if codes is not None:
         distinct = distinct * groups + codes.numpy()
     _, first, number = np.unique(distinct, return_index=True, return_inverse=True)
-    # In the order of their first slots, so that ties among members go to the lower slot
+    # Sorted by their first slots, so that ties go to the lower slot
     order = np.argsort(first)
     place = np.argsort(order)
     sharing = SharingSlots(slots.numpy(), place[number])

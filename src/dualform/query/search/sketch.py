@@ -1,7 +1,7 @@
-"""Vectors along a few directions, with the length of the rest: bounds on inner products without reading the vectors.
+"""Sketches: the coordinates of vectors along a few directions, and the length of what is left. They bound inner products.
 
 x = x_near + x_rest, so |x · y − x_near · y_near| ≤ ‖x_rest‖ · ‖y_rest‖. Keys of trained layers lie close to a few directions, so that
-16 to 64 numbers for each key tell which few of them can be among the best at all.
+16 to 64 numbers per key are enough to rule most keys out.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from torch import Tensor
 from dualform.native.picked import Picked
 
 DIRECTIONS = (16, 32, 64)
-"""A sketch has the fewest of these directions that hold SHARE of the vectors' squared lengths; else the most."""
+"""A sketch has the smallest of these numbers of directions that hold SHARE of the vectors' squared lengths, or else the largest."""
 SHARE = 0.92
 SKETCH_BYTES = 96 << 20
 """How much memory a sketch may take."""
 COMPACT_BYTES = 160 << 20
-"""The same for vectors that do not fit: their coordinates are kept in bfloat16. Very many are seen along fewer directions."""
+"""The same for vectors that do not fit: their coordinates are kept in bfloat16, and with very many vectors along fewer directions."""
 MOST_VECTORS = SKETCH_BYTES // 8
-"""Of more vectors, there is no sketch."""
+"""More vectors have no sketch."""
 SAMPLE = 2048
-"""From this many vectors, evenly spread, the directions are found."""
+"""The directions are computed from this many vectors, spread evenly."""
 STRETCH = 1 << 15
-"""How many coordinates are decoded at a time: they stay in the processor's cache."""
+"""How many coordinates are decoded at a time, so that they stay in the processor's cache."""
 ROUNDING = 1 / 64
-"""A rest counts as at least this part of the vector: its square is more than the rounding of a product of 4000 numbers."""
+"""A rest counts as at least this fraction of its vector, whose square exceeds the rounding error of a product of 4000 numbers."""
 COMPACT_ROUNDING = 1 / 16
-"""The same for coordinates in bfloat16, whose 8 bits are off by at most 2⁻⁸ / (1 + 2⁻⁸): the square is just above."""
+"""The same for coordinates in bfloat16, which are off by at most 2⁻⁸ / (1 + 2⁻⁸). The square of this is just above that."""
 SMALLEST = 1e-15
-"""No rest is shorter: squares of smaller numbers vanish in float32."""
+"""No rest is shorter, since squares of smaller numbers underflow in float32."""
 
 
 class Sketched(NamedTuple):
-    """Some vectors along m directions."""
+    """The sketch of some vectors: their coordinates along m directions."""
 
     near: Tensor
     """(n, m): their coordinates."""
     rest: Tensor
-    """(n,): at least the length of what is left, rounding included."""
+    """(n,): at least the length of what is left, including rounding."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """n vectors (n, d) along m directions."""
+    """The sketch of all n vectors (n, d), with the directions."""
 
     directions: Tensor
     """(d, m), orthonormal"""
@@ -62,11 +62,11 @@ class Sketch:
 
     @cached_property
     def table(self) -> Picked:
-        """The coordinates, for products with few queries."""
+        """The coordinates as a table for the loop in C."""
         return Picked([(self.vectors.near, None)])
 
     def of(self, vectors: Tensor) -> Sketched:
-        """Return other vectors along the same directions."""
+        """Return the sketch of other vectors along the same directions."""
         return _sketched(vectors, self.directions, self.rounding)
 
 
@@ -93,13 +93,13 @@ def make_sketch(
 
 def lengths(sketched: Sketched) -> Tensor:
     """Return at least the length of each vector, (n,)."""
-    found = []
+    pieces = []
     near_parts = torch.split(sketched.near, STRETCH)
     rest_parts = torch.split(sketched.rest, STRETCH)
     for near, rest in zip(near_parts, rest_parts, strict=True):
         near_lengths = torch.linalg.vector_norm(near.to(rest.dtype), dim=1)
-        found.append(torch.hypot(near_lengths, rest))
-    return torch.cat(found)
+        pieces.append(torch.hypot(near_lengths, rest))
+    return torch.cat(pieces)
 
 
 def _sketched(vectors: Tensor, directions: Tensor, rounding: float) -> Sketched:
@@ -114,16 +114,16 @@ def _directions(vectors: Tensor, m: int) -> Tensor:
     the largest first."""
     finite = vectors[vectors.isfinite().all(1)]
     generator = torch.Generator().manual_seed(0)
-    found = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=generator)
+    directions = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=generator)
     if len(finite):
         finite = finite / finite.abs().max().clamp(min=SMALLEST)
         for _ in range(3):
-            found = finite.T @ (finite @ _orthonormal(found))
-    return _orthonormal(found)
+            directions = finite.T @ (finite @ _orthonormal(directions))
+    return _orthonormal(directions)
 
 
 def _enough_directions(vectors: Tensor, directions: Tensor) -> int:
-    """Return how many of some directions, of which the first hold most, a sketch needs."""
+    """Return how many of some directions, sorted by importance, a sketch needs."""
     finite = vectors[vectors.isfinite().all(1)].double()
     held = (finite @ directions.double()).square().sum(0).cumsum(0)
     needed = SHARE * float(finite.square().sum())
@@ -135,5 +135,5 @@ def _enough_directions(vectors: Tensor, directions: Tensor) -> int:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.qr(columns).Q
-    return found
+    orthonormal: Tensor = torch.linalg.qr(columns).Q
+    return orthonormal
