@@ -40,7 +40,8 @@ from campaigns.fuzz_cases import PARTS, Case, draw_case
 from campaigns.fuzz_networks import CLASSES, data
 from campaigns.plain import Plain
 from dualform.dual.coefficients import updates_of
-from dualform.dual.gradients import Replayed, vectors_of_slots
+from dualform.dual.gradients import Replayed
+from dualform.layers.written import each_written
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual
 from dualform.store.files import files_at
@@ -432,7 +433,7 @@ class Comparison:
             sizes, terms = np.zeros(replayed.shape), 0
             for call in replayed.read(place).calls:
                 for use in replayed.uses(call.layer):
-                    written = vectors_of_slots(use, call.keys, call.errors)
+                    written = each_written(use, call.keys, call.errors)
                     own = sizes[slice(*use.rows)] if use.rows else sizes
                     own += abs(call.factor) * written.abs().sum(0).numpy()
                     terms += len(call.errors)

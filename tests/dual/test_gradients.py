@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from dualform.dual.gradients import Sum, of_slots
+from dualform.dual.gradients import Sum
 from dualform.layers.keys import Vectors
 from dualform.layers.layer import Layer, Use
+from dualform.layers.written import sum_written
 
 LAYER = Layer("layer", "linear", 4, 6, ())
 USES = {
@@ -30,7 +31,7 @@ def test_a_sum_is_that_of_what_the_slots_write(use, shape, columns):
             keys, errors = Vectors(torch.randn(5, 4).double()), torch.randn(5, 6).double()
             total.add(LAYER, use, keys, errors, factor)
             own = expected[use.rows[0] : use.rows[1]] if use.rows else expected
-            own += factor * of_slots(use, keys, errors, columns)
+            own += factor * sum_written(use, keys, errors, columns)
         assert total.added == calls
         torch.testing.assert_close(total.taken(), expected, rtol=1e-13, atol=1e-13)
         assert total.added == 0

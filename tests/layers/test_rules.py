@@ -9,7 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dualform.dual.gradients import of_slots
 from dualform.layers.convolution import geometry_of
 from dualform.layers.keys import OneHot, Patches, Vectors
 from dualform.layers.layer import Geometry, joined
@@ -18,6 +17,7 @@ from dualform.layers.rows import RowAxis
 from dualform.layers.rules import RULES, queries_of, rule_for, why_left_out
 from dualform.layers.slot_source import SlotSource, map_tensors
 from dualform.layers.unroll import outputs
+from dualform.layers.written import sum_written
 from dualform.record.columns import read_batch
 from dualform.record.forward_pass import RowFinder
 from dualform.record.passes import PendingPasses
@@ -348,7 +348,7 @@ def gradients(call, ran):
         for use in layer.uses:
             own = total[use.parameter].detach()
             own = own[use.rows[0] : use.rows[1]] if use.rows else own
-            own += of_slots(use, keys, errors).reshape(own.shape)
+            own += sum_written(use, keys, errors).reshape(own.shape)
     return total
 
 

@@ -19,8 +19,9 @@ from dualform.dual.coefficients import recorded_updates, update_table
 from dualform.dual.gradients import Call, Replayed, description
 from dualform.dual.rounding import roundoff, storage_roundoff
 from dualform.dual.rows import kept_rows
-from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, select_columns, used_rows
+from dualform.layers.keys import KeysOrGradients, RowGradients, in_groups, select_columns
 from dualform.layers.layer import Use
+from dualform.layers.written import used_rows
 from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
 

@@ -13,18 +13,17 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dualform.arrays import Floats
+from dualform.arrays import Bools, Floats, Ints
 from dualform.dual.coefficients import Updates
 from dualform.dual.rows import Rows, kept_rows
-from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns, used_rows
+from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns
 from dualform.layers.layer import Layer, Use
+from dualform.layers.written import each_written, sum_written, used_errors, used_rows
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.totals.sums import sum_by_group
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keep = Callable[[SlotChunk], Bools]
 """Which slots of a chunk take part, (slots,)."""
 
@@ -43,35 +42,6 @@ def compute_dtype(store: Store, parameter: str) -> torch.dtype:
 def chunk_place(store: Store, step: int) -> int:
     """Return the place of the chunk that holds a step."""
     return bisect_right(store.manifest.chunks, step, key=lambda chunk: chunk.end_step)
-
-
-def of_slots(
-    use: Use,
-    keys: KeysOrGradients,
-    errors: Tensor,
-    columns: Tensor | None = None,
-) -> Tensor:
-    """Σ over slots of what a use makes of them: rows of the parameter as a matrix, or a vector. columns: some of the errors'."""
-    if isinstance(keys, RowGradients):
-        return keys.summed(use, errors[:, 0], columns)
-    if use.role == "scale":
-        return keys.vectors().sum(0)
-    if use.role == "bias":
-        return select_columns(errors, use.errors).sum(0)
-    written = keys.outer(_used_errors(use, errors, columns), use.keys, use.groups)
-    return written.T if use.role == "table" else written
-
-
-def vectors_of_slots(use: Use, keys: KeysOrGradients, errors: Tensor) -> Tensor:
-    """What each slot writes to a bias or an elementwise weight, (slots, d)."""
-    if isinstance(keys, RowGradients):
-        return keys.added_to(use) * errors
-    return keys.vectors() if use.role == "scale" else select_columns(errors, use.errors)
-
-
-def _used_errors(use: Use, errors: Tensor, columns: Tensor | None) -> Tensor:
-    """The part of error signals that a weight gets; columns: these alone."""
-    return select_columns(errors, use.errors) if columns is None else errors[:, columns]
 
 
 def _with_unkept(
@@ -120,7 +90,7 @@ class Sum:
         if is_one_product and isinstance(keys, Vectors):
             self._add_product(own, use, keys, errors, factor)
             return
-        written = of_slots(use, keys, errors, self._columns)
+        written = sum_written(use, keys, errors, self._columns)
         written = _with_unkept(layer, use, written, len(own))
         own.add_(written.reshape(own.shape), alpha=factor)
 
@@ -133,12 +103,12 @@ class Sum:
         factor: float,
     ) -> None:
         """Add errors.T @ keys without memory for the product."""
-        used_errors = _used_errors(use, errors, self._columns)
+        own_errors = used_errors(use, errors, self._columns)
         used_keys = select_columns(keys.vectors(), use.keys)
         if use.role == "table":
-            own.addmm_(used_keys.T, used_errors, alpha=factor)
+            own.addmm_(used_keys.T, own_errors, alpha=factor)
         else:
-            own.addmm_(used_errors.T, used_keys, alpha=factor)
+            own.addmm_(own_errors.T, used_keys, alpha=factor)
 
     def taken(self) -> Tensor:
         """The sum, which stays what it is until the next one begins."""
@@ -283,7 +253,7 @@ class Replayed:
             left_out = ~np.asarray(call.kept)
             outputs = list(call.layer.outputs) or slice(None)
             for use in self.uses(call.layer):
-                written = vectors_of_slots(use, call.keys, call.errors)
+                written = each_written(use, call.keys, call.errors)
                 [sum_of_left] = sum_by_group(written.numpy()[left_out], longer)
                 used_rows(use, rest)[outputs] -= sum_of_left * longer(call.factor)
         result = torch.from_numpy(rest.astype(np.float64))

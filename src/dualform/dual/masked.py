@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools, Ints
 from dualform.dual.coefficients import Updates, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Bools, Ints, Keep
+from dualform.dual.gradients import Keep
 from dualform.dual.threads import run_in_order
 from dualform.dual.totals import GroupTotals
 from dualform.dual.weights import add_slots, initial_part, rebuilt

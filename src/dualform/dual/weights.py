@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
-from dualform.dual.gradients import Bools, Keep, Sum, compute_dtype, weighted_parts
+from dualform.dual.gradients import Keep, Sum, compute_dtype, weighted_parts
 from dualform.dual.replay import Backward, Moment, forward
 from dualform.dual.rows import Rows, kept_rows
-from dualform.layers.keys import KeysOrGradients, Vectors, used_rows
+from dualform.layers.keys import KeysOrGradients, Vectors
 from dualform.layers.layer import Layer, Use, spans
+from dualform.layers.written import used_rows
 from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.reader import Store

@@ -9,18 +9,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualform.arrays import Array
 from dualform.layers.layer import Geometry, Layer, Use, spans
 
 Columns = Sequence[int]
 """begin, end, begin, end … of some columns; empty: all of them."""
-Matrix = TypeVar("Matrix", Tensor, Array)
 
 
 def select_columns(tensor: Tensor, columns: Columns) -> Tensor:
@@ -29,11 +26,6 @@ def select_columns(tensor: Tensor, columns: Columns) -> Tensor:
         return tensor
     pieces = [tensor[..., begin:end] for begin, end in spans(columns)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-
-
-def used_rows(use: Use, parameter: Matrix) -> Matrix:
-    """Return the rows of a parameter that a use is about, as a view."""
-    return parameter[use.rows[0] : use.rows[1]] if use.rows else parameter
 
 
 def in_groups(tensor: Tensor, groups: int) -> Tensor:

@@ -13,8 +13,8 @@ from dualform.dual.replay import Backward
 from dualform.dual.rows import Rows, kept_rows
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
-from dualform.layers.keys import used_rows
 from dualform.layers.layer import Use
+from dualform.layers.written import used_rows
 from dualform.progress import Progress
 from dualform.store.slots import SlotChunk
 

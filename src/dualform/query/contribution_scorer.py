@@ -17,8 +17,9 @@ from dualform.dual.scores import inner, products, scores
 from dualform.dual.totals import GroupTotals, find_totals
 from dualform.dual.weights import initial, rebuilt, scaled
 from dualform.errors import NotRecordedError
-from dualform.layers.keys import select_columns, used_rows
+from dualform.layers.keys import select_columns
 from dualform.layers.layer import Layer, Use
+from dualform.layers.written import used_rows
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay
 from dualform.query.ranking import Order

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats
-from dualform.layers.keys import RowGradients, select_columns
-from dualform.layers.layer import Use
+from dualform.layers.written import each_written
 from dualform.recursions import KINDS, Linear, at_rest, outer
 from dualform.store.format import Manifest
 from dualform.totals.group_tensors import FOLDED, Deltas
 from dualform.totals.rounding import ROUNDED_WITHIN, ROUNDINGS_WITHIN, coarse_spread
-from dualform.totals.stretch import Piece, StretchUpdates, Uses
+from dualform.totals.stretch import StretchUpdates, Uses
 from dualform.totals.sums import sum_by_group
 from dualform.totals.written import add_by_group, add_written
 
@@ -137,7 +136,8 @@ class ElementwiseFold:
         parts = np.zeros((count, *gradient.shape), longer)
         for use, piece in slots:
             factors = self._updates.slot_factors(update, piece)
-            written = _vector_slots(use, piece).numpy()
+            assert piece.errors is not None
+            written = each_written(use, piece.keys, piece.errors).numpy()
             own = parts[:, slice(*use.rows)] if use.rows else parts
             for factor in np.unique(factors):  # one for each backward pass
                 of_pass = factors == factor
@@ -192,16 +192,6 @@ def _of_step(uses: Uses, step: int) -> Uses:
         elif low < high:
             of_step.append((use, piece.select(slice(low, high))))
     return of_step
-
-
-def _vector_slots(use: Use, piece: Piece) -> Tensor:
-    """Return what each slot wrote to a vector, (n, length)."""
-    if isinstance(piece.keys, RowGradients):
-        return piece.keys.added_to(use)
-    if use.role == "scale":
-        return piece.keys.vectors()
-    assert piece.errors is not None
-    return select_columns(piece.errors, use.errors)
 
 
 def _squared(slots: Uses) -> Uses:

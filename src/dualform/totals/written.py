@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dualform.arrays import Floats, Ints
-from dualform.layers.keys import Patches, RowGradients, select_columns, used_rows
+from dualform.layers.keys import Patches, RowGradients
 from dualform.layers.layer import Use
+from dualform.layers.written import sum_written, used_rows
 from dualform.totals.stretch import Piece
 
 
@@ -45,16 +46,10 @@ def _only(places: Ints, piece: Piece, scale: Floats) -> tuple[Piece, Floats]:
 
 
 def _sum_written(use: Use, piece: Piece, scale: Tensor) -> Tensor:
-    """Return Σ over the slots of what a use makes of them, each scaled."""
+    """Return what the slots of a piece write together, each scaled."""
     assert piece.errors is not None
     keys = piece.keys.to(scale.dtype)
-    if isinstance(keys, RowGradients):
-        return keys.summed(use, scale)
-    if use.role == "scale":
+    if use.role == "scale" and not isinstance(keys, RowGradients):
         return scale @ keys.vectors()
-    errors = select_columns(piece.errors.to(scale.dtype), use.errors)
-    scaled_errors = errors * scale.unsqueeze(1)
-    if use.role == "bias":
-        return scaled_errors.sum(0)
-    written = keys.outer(scaled_errors, use.keys, use.groups)
-    return written.T if use.role == "table" else written
+    scaled_errors = piece.errors.to(scale.dtype) * scale.unsqueeze(1)
+    return sum_written(use, keys, scaled_errors)
