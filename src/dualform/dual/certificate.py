@@ -65,7 +65,8 @@ class Certificate:
     @property
     def failed(self) -> list[str]:
         """The parameters that something is wrong with."""
-        names: list[str] = self.frame.filter(~pl.col("verdict").is_in(PASSING))["parameter"].to_list()
+        is_failed = ~pl.col("verdict").is_in(PASSING)
+        names: list[str] = self.frame.filter(is_failed)["parameter"].to_list()
         return names
 
     def to_json(self) -> str:

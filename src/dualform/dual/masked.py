@@ -51,7 +51,9 @@ class Plan:
         for layer in self.store.users(self.updates.parameter):
             for chunk in self.store.addresses(layer.name, end_step=self.updates.end):
                 places = self._stretch(chunk)
-                kept_here = np.add.reduceat(np.append(self.keep(chunk), False).astype(np.int64), chunk.starts)
+                is_kept = self.keep(chunk).astype(np.int64)
+                # One more slot, since a block without slots may begin at the end
+                kept_here = np.add.reduceat(np.append(is_kept, 0), chunk.starts)
                 np.add.at(kept, places, np.where(chunk.counts > 0, kept_here, 0))
                 np.add.at(total, places, chunk.counts)
         return kept, total - kept
@@ -89,8 +91,9 @@ class Plan:
 
     def rebuilt_stretches(self) -> Iterator[tuple[int, int]]:
         """Return the stretches (begin, end) in which the slots that are kept are read, joined where one follows another."""
-        wanted = np.flatnonzero(np.diff(np.concatenate([[False], self.reads_kept, [False]]).astype(int)))
-        for first, last in wanted.reshape(-1, 2).tolist():
+        reads_kept = np.concatenate([[False], self.reads_kept, [False]])
+        changes = np.flatnonzero(reads_kept[1:] != reads_kept[:-1])
+        for first, last in changes.reshape(-1, 2).tolist():
             yield self.edges[first], self.edges[last]
 
     def _stretch(self, chunk: SlotChunk) -> Ints:

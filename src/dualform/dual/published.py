@@ -1,4 +1,4 @@
-"""The weights that a recording ended with, beside those of a published checkpoint: is this training the one that made it?"""
+"""Compare the final weights of a recording with a published checkpoint: did this training produce it?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 PREFIXES = ("module.", "_orig_mod.")
 """What wrappers put before every name in a state dict."""
-EQUAL, DIFFERS = "equal", "differs"
+EQUAL = "equal"
+DIFFERS = "differs"
 ABSENT = "not in the checkpoint"
 UNKNOWN = "not in the recording"
 
@@ -40,8 +41,9 @@ class Published:
 
     def differences(self) -> dict[str, str]:
         """Return how each weight that is not equal differs, in words."""
-        rows = self.frame.filter(pl.col("parameter").is_in(self.differing)).to_dicts()
-        return {row["parameter"]: _said(row) for row in rows}
+        is_differing = pl.col("parameter").is_in(self.differing)
+        lines = self.frame.filter(is_differing).to_dicts()
+        return {line["parameter"]: _in_words(line) for line in lines}
 
     def __str__(self) -> str:
         count = self.frame.height
@@ -54,7 +56,7 @@ class Published:
     __repr__ = __str__
 
 
-def _said(row: Mapping[str, Any]) -> str:
+def _in_words(row: Mapping[str, Any]) -> str:
     """Return a line of the frame in words."""
     if row["verdict"] != DIFFERS:
         return str(row["verdict"])
@@ -100,7 +102,7 @@ def _without_prefix(published: Mapping[str, Tensor], own: Mapping[str, Tensor]) 
 
 
 def _is_elsewhere(value: Tensor, last: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> bool:
-    """Return whether a weight has several names, one of which is published."""
+    """Whether the same weight is published under another of its names."""
     return any(
         other.shape == value.shape and torch.equal(other, value) for name, other in last.items() if name in published
     )
@@ -111,16 +113,21 @@ def _line(name: str, own: Tensor, published: Tensor, first: Tensor | None) -> di
         return {"parameter": name, "verdict": DIFFERS}
     verdict = _verdict(own, published)
     difference = own.double() - published.double()
-    distance = float(difference.norm())
+    distance = _norm(difference)
     line: dict[str, Any] = {
         "parameter": name,
         "verdict": verdict,
-        "difference": _ratio(distance, float(published.double().norm())),
+        "difference": _ratio(distance, _norm(published)),
         "largest": float(difference.abs().max()) if difference.numel() else 0.0,
     }
     if first is not None:
-        line["of_movement"] = _ratio(distance, float((own.double() - first.double()).norm()))
+        movement = _norm(own.double() - first.double())
+        line["of_movement"] = _ratio(distance, movement)
     return line
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
 
 
 def _verdict(own: Tensor, published: Tensor) -> str:

@@ -180,6 +180,10 @@ class _Verdict(NamedTuple):
     reason: str
 
 
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.norm())
+
+
 class _Check:
     """Compares one parameter with its dual at some step. Each `compare_…` returns the parameter's line of the certificate."""
 
@@ -209,9 +213,9 @@ class _Check:
             primal = rebuilt(self._store, self._name, begin=snapshot, end=self._end)
         first = self._stored(0)
         comparison = _Comparison(
-            distance=float((dual - primal).norm()),
-            movement=float((primal - first).norm()),
-            size=max(float(primal.norm()), float(first.norm())),
+            distance=_norm(dual - primal),
+            movement=_norm(primal - first),
+            size=max(_norm(primal), _norm(first)),
             begin=0,
         )
         return self._judged(comparison)
@@ -221,8 +225,8 @@ class _Check:
         begin = max(step for step in self._store.snapshot_steps() if step <= self._end)
         has_projection = pl.col("after").is_not_null() & (pl.col("step") >= begin)
         known = self._updates.filter(has_projection).select("step", "after")
-        spread = np.linspace(0, max(0, known.height - 1), PROJECTED_STEPS).round().astype(int)
-        places = np.unique(spread).tolist() if known.height else []
+        spread = np.linspace(0, max(0, known.height - 1), PROJECTED_STEPS)
+        places = np.unique(spread.round().astype(int)).tolist() if known.height else []
         projection = projection_of(self._store, self._name)
         first = self._stored(begin)
         squares = []
@@ -235,10 +239,10 @@ class _Check:
             squares.append(difference**2 / projection.columns)
         comparison = _Comparison(
             distance=math.sqrt(sum(squares) / len(squares)) if squares else 0.0,
-            movement=float((dual - first).norm()),
-            size=max(float(dual.norm()), float(first.norm())),
+            movement=_norm(dual - first),
+            size=max(_norm(dual), _norm(first)),
             begin=begin,
-            primal_rounding=PROJECTION_ROUNDING * roundoff(self._dtype) * float(dual.norm()),
+            primal_rounding=PROJECTION_ROUNDING * roundoff(self._dtype) * _norm(dual),
             allowed=PROJECTED_FLOORS,
         )
         return self._judged(comparison)
@@ -323,7 +327,7 @@ class _Check:
         if view is None:
             return of_gradients
         # What groups wrote may be far larger than their sum, and each update rounds it
-        sizes = [float(delta.double().norm()) for delta in view.deltas(self._name)]
+        sizes = [_norm(delta.double()) for delta in view.deltas(self._name)]
         of_groups = own * math.sqrt(self._update_count) * math.hypot(*sizes)
         return math.hypot(of_gradients, of_groups, view.rounding_of_gradients(self._name))
 

@@ -144,7 +144,7 @@ def _random_like(vector: Tensor, *lead: int) -> Tensor:
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    scale = max(float(one.abs().max()), float(other.abs().max()))
+    scale = torch.maximum(one.abs().max(), other.abs().max())
     tolerance = max(TOLERANCE, 8 * torch.finfo(one.dtype).eps)
-    difference = float((one - other).abs().max())
-    return difference <= tolerance * scale
+    difference = (one - other).abs().max()
+    return float(difference) <= tolerance * float(scale)

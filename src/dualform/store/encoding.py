@@ -217,7 +217,8 @@ def _bounds(vectors: Tensor, norms: Tensor) -> Tensor:
 
 def encode_numbers(numbers: Tensor) -> Encoded:
     """Copy one-hot keys, given by the place of their one, (n, 1)."""
-    return Encoded(numbers.detach().cpu().to(torch.int32, copy=True).contiguous(), None)
+    copied = numbers.detach().cpu().to(torch.int32, copy=True)
+    return Encoded(copied.contiguous(), None)
 
 
 def decode(data: Tensor, exponents: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -188,7 +188,8 @@ def tensor_checksum(tensor: Tensor) -> str:
     """Return a checksum of a tensor's numbers."""
     import torch
 
-    return checksum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return checksum(flat.view(torch.uint8).numpy())
 
 
 def read_label(files: Files, name: str, file: File) -> str | None:

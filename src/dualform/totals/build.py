@@ -151,7 +151,8 @@ def _pieces(store: Store, layer: Layer, place: int, numberings: Sequence[Numberi
         if has_errors:
             keys, errors = chunk.pairs(dtype, low, high)
         else:
-            keys, errors = chunk.keys(dtype, low, high), None
+            keys = chunk.keys(dtype, low, high)
+            errors = None
         piece = Piece(
             keys=keys,
             errors=errors,
