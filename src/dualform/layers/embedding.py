@@ -12,25 +12,25 @@ from dualform.layers.slot_source import Errors, LayerSlots, Naming, error_of_out
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
-    """Its only linear map."""
+    """Return its only layer."""
     assert isinstance(module, nn.Embedding)
     uses = (Use(named("weight"), "table"),)
     return [Layer(name, "embedding", module.num_embeddings, module.embedding_dim, uses, form="numbers")]
 
 
 def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[LayerSlots]:
-    """One slot for each token."""
+    """Return one slot per token."""
     assert isinstance(module, nn.Embedding)
     numbers = saved[0]
     error = error_of_output(errors)
     if error is not None:
         error = written(module, numbers, error)
-    # In 16 bits, PyTorch adds up the rows of one token in that type, and rounds after each
+    # In 16 bits, PyTorch adds the rows of a token in that type, and rounds after each
     return [LayerSlots("", numbers.unsqueeze(-1), error, rounded_inside=True)]
 
 
 def written(module: nn.Embedding, numbers: Tensor, error: Tensor) -> Tensor:
-    """The part of the gradient of an embedding's output (…, d) that reaches its table."""
+    """Return the part of the gradient of an embedding's output (…, d) that reaches its table."""
     if module.padding_idx is not None:
         is_padding = numbers == module.padding_idx
         error = error.masked_fill(is_padding.unsqueeze(-1), 0)
@@ -42,7 +42,7 @@ def written(module: nn.Embedding, numbers: Tensor, error: Tensor) -> Tensor:
 
 
 def why_left_out(module: nn.Module) -> str | None:
-    """Why it cannot be recorded, or None."""
+    """Return why it cannot be recorded, or None."""
     assert isinstance(module, nn.Embedding)
     if module.sparse:
         return "its gradient is sparse (sparse=True): the optimizers that take those are no linear recursion"

@@ -1,7 +1,7 @@
-"""LoRA on an embedding, as PEFT has it: output + scaling · B (A one_hot(token)), with A (r, tokens) and B (d, r).
+"""PEFT's LoRA on an embedding: output + scaling · B (A one_hot(token)), with A (r, tokens) and B (d, r).
 
-Both are parameters in dictionaries, used by functions, so no module of their own can be watched: they are computed once more in the
-backward pass. PEFT is not imported; its modules are known by what they have.
+A and B are parameters in dictionaries, used by functions, so there are no modules to hook. They are computed again in the backward pass.
+PEFT is not imported; its modules are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ATTRIBUTES = ("active_adapters", "disable_adapters", "merged", "scaling", "get_b
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is an embedding with adapters of this kind."""
+    """Whether a module is an embedding with such adapters."""
     tables = [getattr(module, name, None) for name in (A, B)]
     return all(isinstance(table, nn.ParameterDict) and len(table) for table in tables)
 
@@ -44,7 +44,7 @@ def parts(module: nn.Module) -> list[nn.Module]:
 
 
 def layers(module: nn.Module, name: str, named: Naming) -> list[Layer]:
-    """Two linear maps for each adapter."""
+    """Return two layers for each adapter."""
     recorded = []
     for adapter in _names(module):
         of_a = f"{A}.{adapter}"
@@ -71,7 +71,7 @@ def why_left_out(module: nn.Module) -> str | None:
 
 
 def replay(module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
-    """Where the slots of a call come from: the adapters that took part, once more."""
+    """Return where the slots of a call come from: the active adapters, computed again."""
     tokens = first_argument(arguments, "x")
     calls = [_Call.of(module, adapter, tokens) for adapter in _in_use(module)]
     autocast = Autocast.now(tokens.device.type)
@@ -87,7 +87,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _in_use(module: Any) -> list[str]:
-    """The adapters that the module has just added to its output."""
+    """Return the adapters that the module has just added to its output."""
     if module.disable_adapters or module.merged:
         return []
     adapters = _names(module)
@@ -114,9 +114,9 @@ class _Call:
 
     @classmethod
     def of(cls, module: Any, adapter: str, tokens: Tensor) -> _Call:
-        """As the module is now."""
+        """Take the module's present state."""
         scales = [float(module.scaling[adapter])]
-        # Some embeddings multiply their output by a number, and adapters on them do, too
+        # Some embeddings multiply their output by a number, and so do adapters on them
         of_base = module._get_embed_scale() if hasattr(module, "_get_embed_scale") else None
         if of_base is not None:
             scales.append(float(of_base))
@@ -134,12 +134,12 @@ class _Call:
         inner = F.embedding(self.tokens, self.table.T)
         numbers = self.tokens.unsqueeze(-1)
         of_a = LayerSlots(f"{A}.{self.adapter}", numbers, None)
-        # PEFT begins with an A of zeros, which gives the same for every row
+        # PEFT initialises A with zeros, so that its output is the same for every row
         of_b = LayerSlots(f"{B}.{self.adapter}", inner, None, shown=numbers)
         error = error_of_output(errors)
         if error is None:
             return [of_a, of_b]
-        # In the types that the training has computed in: autocast multiplies by B in 16 bits
+        # In the types of the training: autocast multiplies by B in 16 bits
         is_cast = autocast.is_on and inner.dtype != torch.float64
         of_b.errors = error.to(autocast.dtype if is_cast else inner.dtype)
         for scale in reversed(self.scales):

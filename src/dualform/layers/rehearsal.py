@@ -1,9 +1,9 @@
-"""Runs a copy of a module and notes what its recorded parts are given, without consequences for the training.
+"""Run a copy of a module, without consequences for the training, and note the inputs of its recorded layers.
 
-Three guards make sure of that. Copies run (`layers/module_copy.py`), with copies of the arguments. A call of an original module, or a write to
-the memory of an original parameter or buffer, is an error before it happens. Random states are put back.
+Three guards make sure of that. What runs are copies (`layers/module_copy.py`) with copies of the arguments. Calling an original module, or
+writing to the memory of an original parameter or buffer, raises an error before it happens. Random states are restored.
 
-Dropout is switched off, in training mode too: its masks stay in place when rows are moved, and would hide which row is where.
+Dropout is off even in training mode: its masks stay in place when rows move, and would hide which row is where.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from dualform.layers.rules import Rule, rule_for
 from dualform.layers.slot_source import Arguments, LayerSlots
 
 SHUFFLING_SEED = 2
-"""With this seed, neither random.shuffle nor np.random.permutation leaves few rows as they are: a model may shuffle its rows."""
+"""A model may shuffle its rows. With this seed, random.shuffle and np.random.permutation move even a few rows."""
 _SORTING = {"sort", "topk"}
-"""Operators that may reorder rows by what is in them, along one axis; they give values and where these came from."""
+"""Operators that may reorder rows by their content, along one axis; they return values and indices."""
 _SELECTING = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim"}
-"""Operators that may select rows by what is in them."""
+"""Operators that may select rows by their content."""
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held while random states and settings of PyTorch are changed, which belong to the process."""
+"""Held while random states and settings of PyTorch are changed, which are global."""
 
 
 class WouldChangeTrainingError(DualformError, RuntimeError):
@@ -49,16 +49,16 @@ class WouldChangeTrainingError(DualformError, RuntimeError):
 
 @dataclass(frozen=True)
 class Input:
-    """What one call of a layer was given."""
+    """The input of one call of a layer."""
 
     lead: Lead
     axis: int | None
     """The leading axis of the rows, if the module itself names it."""
     numbers: Fingerprints
     is_coarse: bool = False
-    """Whether 16-bit arithmetic may have made it."""
+    """Whether it may have been computed in 16 bits."""
     ordered_by: str = ""
-    """The operator before this call that may have ordered or selected rows by their content, if there was one."""
+    """The last operator before this call that may have ordered or selected rows by their content, if any."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _is_coarse(keys: Tensor) -> bool:
 def rehearse(
     module: nn.Module, arguments: Arguments, recorded: Mapping[str, nn.Module], rows: int, *, evaluating: bool
 ) -> Calls:
-    """Run a copy of a module; return what its recorded parts are given.
+    """Run a copy of a module; return the inputs of its recorded layers.
 
     recorded: modules by name. rows: of the batch. evaluating: in evaluation mode; otherwise in the mode that the module is in.
     """
@@ -127,13 +127,13 @@ def _hook(module: nn.Module, rule: Rule, name: str, calls: Calls, watching: _Wat
 
 
 def _memory_of(module: nn.Module) -> set[int]:
-    """Where parameters and buffers are in memory."""
+    """Return the addresses of parameters and buffers in memory."""
     tensors = [*module.parameters(), *module.buffers()]
     return {address for tensor in tensors if (address := _address(tensor))}
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and others without a storage

@@ -1,12 +1,11 @@
-"""The names proof: does each slot belong to the row whose name it carries?
+"""Prove that each slot belongs to the row whose name it carries.
 
-Sums cannot show that: swapping two names leaves every sum right. So a copy of the model runs again, without gradients: as it was, with the
-rows of its batch permuted, and with some of them replaced. The input of each layer must change in the same way along the axis that is taken
-for the rows.
+Sums cannot show that, since swapping two names changes none. So a copy of the model runs again, without gradients: as it was, with the rows
+of its batch permuted, and with some of them replaced. The input of each layer must change in the same way along the axis of the rows.
 
-The model runs in the mode that it is in, so that what it does only in training (shuffling, say) is seen, but without dropout. Where something
-stays in place when rows move (random numbers, a state that the model keeps for each row), or where rows may stand in another order, further runs
-replace other rows. Where every vector depends on every row (noise before a batch normalisation), the model runs in evaluation mode.
+The model runs in its present mode, so that what it does only in training (shuffling, say) shows, but without dropout. If something stays
+in place when rows move (random numbers, a state that the model keeps for each row), or if rows may be reordered, further runs replace other
+rows. If every vector depends on every row (noise before a batch normalisation), the model runs in evaluation mode.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from dualform.layers.rows import (
 from dualform.layers.slot_source import Arguments
 
 MOST_TRIES = 3
-"""How many batches of a kind are tried if the first does not settle where the rows are."""
+"""How many batches of a kind are tried if the first one does not decide where the rows are."""
 MOST_KINDS = 32
-"""After this many kinds of forward passes of a module, what they have in common decides about others."""
+"""After this many kinds of forward passes of a module, their common decision is assumed for further kinds."""
 
 
 @dataclass(frozen=True)
 class BatchAxes:
-    """What the user says in batch_axis=: axes by the names of layers and modules, which may be patterns."""
+    """The user's batch_axis=: axes by the names of layers and modules, which may be patterns."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class BatchAxes:
     """The axis of the model's arguments that holds the rows."""
 
     def reading(self, layer: str, lead: Lead, rows: int, axis: int | None) -> RowAxis | None:
-        """How the user says that a layer's input is read; None: nothing is said. axis: the one that the module itself names."""
+        """Return how the user says to read a layer's input; None: nothing is said. axis: the one that the module itself names."""
         patterns = self._patterns(layer)
         if not patterns:
             return None
@@ -107,7 +106,7 @@ class Proof:
 
     @property
     def all_decisions(self) -> list[Decision]:
-        """Those of all calls of all layers."""
+        """The decisions about all calls of all layers."""
         return [decision for calls in self.decisions.values() for decision in calls]
 
     @property
@@ -116,12 +115,12 @@ class Proof:
         return any(decision.may_differ for decision in self.all_decisions)
 
     def covers(self, axes: BatchAxes, called: Collection[str]) -> bool:
-        """Whether there is a decision about every call of every module that was called."""
+        """Whether every call of every module that was called is decided."""
         seen = {axes.modules.get(layer, layer) for layer in self.decisions}
         return seen.issuperset(called) and all(decision.where is not None for decision in self.all_decisions)
 
     def score(self) -> int:
-        """How many calls are decided."""
+        """Return how many calls are decided."""
         return sum(decision.where is not None for decision in self.all_decisions)
 
 
@@ -160,7 +159,7 @@ def _nothing_shown(arguments: Arguments, rows: int) -> Proof:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What experiments are made with."""
+    """The model, its arguments, and where they are assumed to hold the rows."""
 
     module: nn.Module
     arguments: Arguments
@@ -171,7 +170,7 @@ class _Setup:
     """Whether the model runs in evaluation mode, and not in its own."""
 
     def run(self, order: RowMap | None) -> Calls:
-        """What the layers are given when the rows are in this order (None: as they were)."""
+        """Run the model with its rows in this order (None: unchanged); return the inputs of its layers."""
         arguments = self.arguments if order is None else move_rows(self.arguments, self.placement, order)
         return rehearse(self.module, arguments, self.recorded, self.rows, evaluating=self.evaluating)
 
@@ -181,7 +180,7 @@ class _Setup:
 
 
 def _attempt(setup: _Setup, axes: BatchAxes) -> Proof:
-    """Make experiments with the rows where the setup says: in the model's mode, then in evaluation mode if that may show more."""
+    """Run the experiments of a setup in the model's mode, then in evaluation mode if that may show more."""
     proof = Proof()
     for evaluating in (False, True):
         try:
@@ -194,7 +193,7 @@ def _attempt(setup: _Setup, axes: BatchAxes) -> Proof:
 
 
 def _experiment(setup: _Setup, proof: Proof, axes: BatchAxes) -> None:
-    """Decide with three or four runs of the model, and with more if they may show more."""
+    """Decide from three or four runs of the model, and from more if these may show more."""
     trial = _make_trial(setup)
     _decide_calls(proof, axes, trial)
     if any(decision.hidden_by in (ORDER, PLACES) for decision in proof.all_decisions):
@@ -227,7 +226,7 @@ def _make_trial(setup: _Setup) -> _Trial:
     for replacement in replacements:
         replaced = setup.experiment(replacement)
         if _has_same_shapes(before, replaced[1]):
-            break  # else the longest row was replaced, and the model cuts its inputs to the longest
+            break  # otherwise the longest row was replaced, and the model trims its inputs to the longest row
     return _Trial(before, permuted, [replaced], are_rows_equal(setup.arguments, setup.placement))
 
 
@@ -278,7 +277,7 @@ def _decide_call(trial: _Trial, layer: str, call: int, named: RowAxis | None) ->
 
 
 def _decide_for_equal_rows(decision: Decision) -> Decision:
-    """What a batch of equal rows shows is settled by a later batch.
+    """Leave the decision from a batch of equal rows open for a later batch.
 
     Behind a batch normalisation, equal rows become rounding alone, which stays in place when rows move, as if all rows shared it.
     In evaluation mode equal rows stay equal, and the first axis can be taken by its length.
@@ -288,7 +287,7 @@ def _decide_for_equal_rows(decision: Decision) -> Decision:
 
 
 def _moved_input(trial: _Trial, moved: tuple[RowMap, Calls], layer: str, call: int) -> Experiment | None:
-    """A call of a layer in another run, if the layer was called as often, and with an input of the same shape."""
+    """Return a call of a layer in another run, if the layer was called as often, and with an input of the same shape."""
     rows, calls = moved
     inputs = trial.before.by_layer[layer]
     others = calls.by_layer.get(layer, [])
@@ -328,9 +327,9 @@ def _replace(permutation: RowMap, replaced: RowMap) -> RowMap:
 
 
 def shape_class(tensor: Tensor, rows: int) -> Hashable:
-    """What a shape says about the rows: which axes are as long as the batch, and whether the first is a multiple of it.
+    """Return what a shape says about the rows: which axes are as long as the batch, and whether the first is a multiple of it.
 
-    Sequences of other lengths are of the same class, so that few experiments do for all batches.
+    Sequences of different lengths are of the same class, so that a few experiments are enough for all batches.
     """
     shape = tensor.shape
     is_multiple = bool(shape) and rows > 0 and shape[0] % rows == 0
@@ -377,7 +376,7 @@ class Proofs:
 
 
 def _common_proof(proofs: Sequence[Proof]) -> Proof:
-    """What all of these proofs say alike, as an assumption about forward passes of other kinds."""
+    """Return what all of these proofs agree on, as an assumption about forward passes of other kinds."""
     why = f"the model has run in more than {MOST_KINDS} different ways"
     common = Proof(problem=why)
     by_layer: dict[str, list[Decision]] = {}

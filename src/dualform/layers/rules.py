@@ -1,8 +1,8 @@
 """The table of layer types. A new type is one short function below (or in a file of its own) and one line in RULES.
 
-A rule says which linear maps a module has (`layers`), which tensors of its forward pass are needed for its slots (`saved`), and how
-these and the gradient of its output make keys and error signals (`slots`). Modules that hide their linear maps inside one operation
-(attention, recurrent layers) are computed once more in the backward pass instead (`replay`).
+A rule says which linear maps a module has (`layers`), which tensors of its forward pass its slots need (`saved`), and how keys and error
+signals follow from these and the gradient of its output (`slots`). Modules that hide their linear maps inside one operation (attention,
+recurrent layers) are computed again in the backward pass instead (`replay`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dualform.layers.slot_source import (
 
 @dataclass(frozen=True)
 class Rule:
-    """How one type of module is read."""
+    """How keys and error signals are read from one type of module."""
 
     layers: Callable[[nn.Module, str, Naming], list[Layer]]
     """(module, its name, names of its parameters) → its linear maps."""
@@ -51,17 +51,17 @@ class Rule:
     slots: Callable[[nn.Module, Sequence[Tensor], Errors], list[LayerSlots]] | None = None
     """(module, what was saved, the gradient of its output) → its slots."""
     replay: Callable[[nn.Module, Arguments, Any, Any], SlotSource] | None = None
-    """Instead of `saved` and `slots`, for modules that are computed once more in the backward pass: (module, the forward's arguments,
-    what it returned, what `begin` gave) → where its slots come from."""
+    """Instead of `saved` and `slots`, for modules that are computed again in the backward pass: (module, the forward's arguments, its
+    output, what `begin` returned) → where its slots come from."""
     begin: Callable[[nn.Module], Any] | None = None
-    """Called before the forward pass, if there is something to remember."""
+    """Called before the forward pass, e.g. to save a random state."""
     why_left_out: Callable[[nn.Module], str | None] = lambda module: None
     """Why a module of this type cannot be recorded, or None."""
 
     def slot_source(self, module: nn.Module, arguments: Arguments, output: Any, begun: Any) -> SlotSource:
-        """Where the slots of a call come from, once the module has run.
+        """Return where the slots of a call come from, once the module has run.
 
-        output: what it returned, or aliases of that, so that gradients are those of what is done with it outside the module.
+        output: what it returned, or aliases of that, so that gradients belong to its use outside the module.
         """
         if self.replay is not None:
             return self.replay(module, arguments, output, begun)
@@ -128,11 +128,11 @@ _EMBEDDING_ADAPTER = Rule(
 )
 _ELEMENTWISE = Rule(elementwise.layers, elementwise.save_input, elementwise.slots)
 RECORDED_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Of parameters."""
+"""The types of parameters that can be recorded."""
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The rule for a module, or None: it is of a type that no rule covers."""
+    """Return the rule for a module; None if no rule covers its type."""
     package, _, _ = type(module).__module__.partition(".")
     if type(module).__name__ == "Conv1D" and package == "transformers":
         return _CONV1D_OF_TRANSFORMERS
@@ -145,14 +145,14 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """Modules inside another one that its rule covers: their own forward never runs."""
+    """Return the modules inside another one that its rule covers; their own forward never runs."""
     if isinstance(module, nn.MultiheadAttention):
         return [module.out_proj]
     return embedding_adapter.parts(module) if embedding_adapter.is_adapter(module) else []
 
 
 def why_left_out(module: nn.Module) -> str | None:
-    """Why a module that has a rule cannot be recorded all the same, or None."""
+    """Return why a module cannot be recorded although it has a rule, or None."""
     reason = _why_weights_are_left_out(module)
     if reason is not None:
         return reason
@@ -201,7 +201,7 @@ def _name_of_type(dtype: torch.dtype) -> str:
 
 
 def queries_of(layer: Layer, keys: Tensor) -> Tensor:
-    """Queries as attention weights need them: patches instead of feature maps, (maps, positions, d_in)."""
+    """Return queries for attention weights: of feature maps their patches, (maps, positions, d_in)."""
     if layer.geometry is None:
         return keys
     maps = Patches(keys, layer.geometry)

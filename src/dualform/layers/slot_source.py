@@ -15,45 +15,45 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Naming = Callable[[str], str]
 """The full name of one of a module's own parameters."""
 Errors = Sequence[Tensor | None] | None
-"""The gradients of a source's outputs, in their order (None: it had no part); None for all: only keys are wanted."""
+"""The gradients of a source's outputs, in their order; None for an output without a gradient; None as a whole: only keys are wanted."""
 
 
 @dataclass(slots=True)
 class LayerSlots:
-    """Keys (*lead, …) and error signals (*lead, …) of one of a module's layers."""
+    """Keys and error signals of one of a module's layers, (*lead, …) each."""
 
     layer: str
-    """Which one: what its name has beyond the module's."""
+    """The part of the layer's name after that of the module."""
     keys: Tensor
     errors: Tensor | None
     axis: int | None = None
-    """The leading axis that holds the rows, if the module says so itself."""
+    """The leading axis that holds the rows, if the module itself says so."""
     lead: int | None = None
-    """How many leading axes there are, if not all but the last."""
+    """How many leading axes there are; None: all axes but the last."""
     shown: Tensor | None = None
-    """(*lead, …): what shows where the rows are, if keys may not: each key is computed from this at its place."""
+    """(*lead, …): the tensor that shows where the rows are, if keys may not; each key is computed from its entry at the same place."""
     key_terms: float = 0.0
-    """If each key is itself a sum, which may cancel: a bound on the norm of the sums of absolute terms. The audit allows for as much rounding
-    as terms of this size have (see record/audit.py). 0: the norm of the keys is that bound."""
+    """If each key is itself a sum, which may cancel: a bound on the norm of the sums of absolute terms. The audit allows for the rounding
+    errors of terms of this size (record/audit.py). 0: the norm of the keys is that bound."""
     error_terms: float = 0.0
-    """The same for error signals that are sums, or that were computed again."""
+    """The same for error signals that are sums or were computed again."""
     partial_sums: int = 1
-    """Under autocast: how many parts of a weight's gradient were each rounded to 16 bits before they were added up."""
+    """Under autocast: into how many parts a weight's gradient was split that were each rounded to 16 bits before they were added."""
     rounded_inside: bool = False
-    """Under autocast: whether a fused kernel of the training rounds inside: error signals that it does not show, or every partial sum."""
+    """Under autocast: whether a fused kernel of the training rounds error signals or partial sums that it does not show."""
 
 
 @dataclass(slots=True)
 class SlotSource:
-    """Where slots will come from."""
+    """Where the slots of a call will come from, once its outputs have gradients."""
 
     outputs: list[Tensor]
     """The tensors whose gradients are needed."""
     slots: Callable[[Errors], list[LayerSlots]]
     key: Tensor
-    """What came in: its shape tells how the rows may lie, and its history whether it comes from data."""
+    """The input of the call. Its shape says how it may hold the rows, and its history whether it comes from data."""
     keys: Callable[[], list[LayerSlots]] | None = None
-    """The keys alone, where error signals take a second computation; None: they are free."""
+    """Returns the keys alone, if error signals need a second computation; None: `slots` is as cheap."""
 
 
 def first_argument(arguments: Arguments, name: str = "input") -> Tensor:
@@ -76,7 +76,7 @@ def error_of_output(errors: Errors) -> Tensor | None:
 
 
 def map_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returned, with each tensor replaced by another one."""
+    """Return what a module returned, with `change` applied to each tensor."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, PackedSequence):

@@ -1,4 +1,4 @@
-"""What a question is about: the number that a model computes for each example, named in one of several ways.
+"""The target of a question: a number that the model computes for each example. There are several ways to name it.
 
 | target | contributions | influence |
 |---|---|---|
@@ -26,13 +26,14 @@ TargetFunction = Callable[[Any], Tensor]
 NEXT_TOKEN = "next token"
 COMPLETION = "completion"
 IGNORED = -100
-"""The label of positions that are not asked about, as PyTorch and Hugging Face have it."""
+"""The label of positions that do not count, as in PyTorch and Hugging Face."""
 
 
 def logits_of(output: Any) -> Any:
-    """Return the logits among what a model gives.
+    """Return the logits in the output of a model.
 
-    They are called so in the outputs of Hugging Face and in dictionaries; of a tuple, the first batch of vectors. Anything else is returned as it is.
+    In outputs of Hugging Face and in dictionaries, that is "logits"; in a tuple, the first batch of vectors. Any other output is returned
+    unchanged.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
@@ -43,7 +44,7 @@ def logits_of(output: Any) -> Any:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether the configuration of a model says so, as those of Hugging Face do."""
+    """Whether the configuration of a model says so, as in Hugging Face."""
     config = getattr(model, "config", None)
     return bool(getattr(config, "is_encoder_decoder", False))
 
@@ -75,7 +76,7 @@ class CompletionTokens:
         return log_probabilities.sum(1)
 
     def _by_position(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, 0 where nothing is asked, and where something is, (examples, positions) each."""
+        """Return log-probabilities, 0 at positions that do not count, and which positions count, (examples, positions) each."""
         logits = logits_of(output)
         labels = self.labels
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
@@ -127,7 +128,7 @@ class TargetReader:
         return margin
 
     def _ready(self, target: Target) -> TargetFunction | None:
-        """Return the function that a target is, or names, if it does not depend on what is asked of it."""
+        """Return the function that a target is or names, if it is the same for contributions and influence; else None."""
         if isinstance(target, CompletionTokens):
             return target
         if isinstance(target, str) and target == COMPLETION:

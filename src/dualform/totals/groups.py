@@ -1,4 +1,4 @@
-"""Numbering groups as they appear."""
+"""Number groups in the order of their appearance."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 """(rows,), or (rows, positions)."""
 
 SMALL = 1 << 27
-"""Whole numbers from 0 to below this are looked up in a table: half a gigabyte at most, and 4 bytes for each number up to the
-largest that has appeared."""
+"""Whole numbers from 0 to below this are looked up in a table, which takes 4 bytes for each number up to the largest that has appeared:
+at most half a gigabyte."""
 
 NAN = float("nan")
-"""The only NaN in keys of dictionaries: NaN is not equal to itself, so it is found again only by being the same object."""
+"""The only NaN used as a key of dictionaries: NaN is not equal to itself, so a dictionary finds it only if it is the same object."""
 
 
 class Numbering:
@@ -45,7 +45,7 @@ class Numbering:
         return len(self._numbers)
 
     def _restore(self, known: pl.DataFrame) -> None:
-        """Give groups that were kept the numbers they had: their places."""
+        """Give stored groups the numbers that they had, which are their places."""
         is_null = pl.all().is_null()
         has_no_row = known.select(pl.all_horizontal(is_null)).to_series()
         places = has_no_row.arg_true().to_list()
@@ -89,7 +89,7 @@ class Numbering:
         return np.array(numbers, np.int64).reshape(shape)
 
     def _leave_integers(self, integers: _Integers) -> None:
-        """Keep the numbers that there are in a dictionary, which takes any values."""
+        """Move the numbering to a dictionary, which takes values of any type."""
         for entry in integers.entries().to_list():
             self._number_of((entry,))
         self._integers = None
@@ -122,13 +122,13 @@ def _flat_list(value: Any, shape: Shape) -> list[Any]:
 
 
 class _Integers:
-    """Numbers for small whole numbers: token positions come by the million, and a dictionary would take longer than the sums."""
+    """Numbers groups of small whole numbers by a table. There are millions of token positions; a dictionary would take longer than the sums."""
 
     def __init__(self) -> None:
         self._table = np.empty(0, np.int32)
-        """By value: the number of its group; −1 for values that have not appeared."""
+        """By value: the number of its group; −1 if it has not appeared."""
         self._entries = [np.empty(0, np.int64)]
-        """In the order of their numbers, in pieces: values, and 0 in the place of the slots without a row."""
+        """Values in the order of their numbers, in pieces; 0 for the slots without a row."""
         self._count = 0
         self._without_row: int | None = None
 
@@ -143,7 +143,7 @@ class _Integers:
         return entries
 
     def number_without_row(self) -> int:
-        """Return the number of the slots without a row, which get one when they first appear."""
+        """Return the number of the slots without a row, which is assigned when they first appear."""
         if self._without_row is None:
             self._without_row = self._count
             self._append(np.zeros(1, np.int64))
@@ -178,7 +178,7 @@ class _Integers:
         return numbers.reshape(shape)
 
     def _make_room(self, end: int) -> None:
-        """Let the table hold all values below `end`."""
+        """Enlarge the table to hold all values below `end`."""
         length = len(self._table)
         if end > length:
             missing = max(end, 2 * length) - length
