@@ -37,6 +37,7 @@ from dualform.errors import NotRecordedError
 from dualform.progress import Progress, report
 from dualform.store.collection import collection_of
 from dualform.store.reader import Store
+from dualform.store.unkept import why_not_rebuilt
 
 NO_GAP = 1e-13
 """A gap below this is rounding in float64, whatever the optimizer has made of it; no change of a slot is as small."""
@@ -48,7 +49,7 @@ TOTALS_ROUNDING = 64.0
 """Where slots were summed and not kept, gradients may be off by this many roundoffs of the parameter's movement."""
 
 GRADIENTS = "gradients"
-"""The verdict on parameters whose optimizer cannot be replayed: their slots explain every gradient, and no sum was checked."""
+"""The verdict on parameters whose optimizer cannot be replayed, or whose slots were not kept: they explain every gradient, and no sum was checked."""
 ROUNDED = "rounded"
 """The verdict on 16-bit parameters whose distance from the dual is rounding, which may be as large as what training did to them."""
 PASSING = ("pass", GRADIENTS, ROUNDED)
@@ -138,10 +139,16 @@ def verify(store: Store, end: int, progress: Progress | None = None, workers: in
     moment = _moment_to_compare(store, end)
     names = [parameter.name for parameter in store.manifest.parameters]
     optimizers = not_replayed(store, end)
-    duals = _duals(store, [name for name in names if name not in optimizers], end, workers)
+    unkept = {}
+    if store.manifest.keep not in ("keys", "totals"):
+        unkept = {name: reason for name in names if (reason := why_not_rebuilt(store, name)) is not None}
+    summed = [name for name in names if name not in optimizers and name not in unkept]
+    duals = _duals(store, summed, end, workers)
     lines = []
     for name in report("verifying", names, progress):
-        if name in optimizers:
+        if name in unkept:
+            lines.append(_audited_line(store, name, end, unkept[name]))
+        elif name in optimizers:
             lines.append(_line_of_gradients(store, name, end, optimizers[name]))
         elif moment.snapshot is None:
             lines.append(_projected_line(store, name, end))
@@ -222,6 +229,16 @@ def _line_of_gradients(store: Store, name: str, end: int, optimizer: str) -> dic
         why = "nothing was trained, so there is no sum to verify"
     explained = (GRADIENTS, f"its slots explain every gradient; {why}")
     return _as_line(store, name, end, unknown, math.nan, problem or explained)
+
+
+def _audited_line(store: Store, name: str, end: int, why: str) -> dict[str, str | int | float]:
+    """What is kept makes up no gradient, but the recorder has audited the slots before it let go of them."""
+    unknown = _Comparison(distance=math.nan, movement=math.nan, size=math.nan, begin=0)
+    audited = (
+        GRADIENTS,
+        f"its slots explained every gradient when they were recorded (the audit); {why}, so no sum was checked",
+    )
+    return _as_line(store, name, end, unknown, math.nan, _problem(store, name, end) or audited)
 
 
 def _duals(store: Store, names: list[str], end: int, workers: int) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from dualform.recursions import Floats
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.unkept import require_gradients
 from dualform.totals.sums import sum_by_group
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -214,6 +215,7 @@ class Replayed:
         rows: Rows | None = None,
         keep: Keep | None = None,
     ):
+        require_gradients(store, "this question", updates.parameter)
         self.store = store
         self.updates = updates
         self._keep = keep

@@ -18,6 +18,7 @@ from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.unkept import require_gradients
 
 PRODUCTS = 8
 """How many products are added in their own type before the sum is added in float64."""
@@ -101,6 +102,7 @@ def rebuilt(
             return moment.weight.double()
         return _replayed_on(store, updates, reached)
     coefficients = walked(updates)
+    require_gradients(store, "this question", parameter)
     if store.is_vector(parameter):
         return _rebuilt_vector(store, parameter, coefficients, keep)
     rows = kept_rows(store, parameter)
@@ -153,6 +155,7 @@ def add_slots(
     is_vector = store.is_vector(parameter)
     dtype = compute_dtype(store, parameter)
     columns = None if rows is None else rows.columns
+    require_gradients(store, "this question", parameter)
     partial_sum = Sum(total.shape, torch.float64 if is_vector else dtype, columns)
     for layer in store.users(parameter):
         uses = uses_of(layer, parameter)

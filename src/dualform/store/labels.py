@@ -59,7 +59,13 @@ class Labels:
         """A checksum of everything that says how slots are read, as it was when there were so many layers and parameters."""
         if (layers, parameters) not in self._layouts:
             manifest = self._manifest
-            described = [manifest.keep, manifest.dtype, manifest.layers[:layers], manifest.parameters[:parameters]]
+            described = [
+                manifest.keep,
+                manifest.every,
+                manifest.dtype,
+                manifest.layers[:layers],
+                manifest.parameters[:parameters],
+            ]
             self._layouts[layers, parameters] = checksum(compact_json(described).encode())
         return self._layouts[layers, parameters]
 
