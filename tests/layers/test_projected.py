@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from dualform.layers.keys import Patches, OneHot, Vectors
-from dualform.layers.projected import SlotViews, frame, layer_seed, project_queries, projected_layer
+from dualform.layers.keys import OneHot, Patches, Vectors
 from dualform.layers.layer import Geometry, Layer, Use
+from dualform.layers.projected import SlotViews, frame, layer_seed, project_queries, projected_layer
 
 SIZE = 3
 

@@ -253,6 +253,9 @@ class Dual:
             names = self._chosen_layers(layers)
             chosen = [layer for layer in chosen if layer.name in names]
         self._needs_error_signals("contributions", [layer.name for layer in chosen])
+        if manifest.keep != "totals" and not manifest.keeps_gradients:
+            for layer in chosen:
+                require_gradients(self.store, "contributions()", layer.parameters[0])
         captured = run(self._query_model, chosen, inputs, reader.rows, manifest.batch_axis, aim)
         answers = {}
         for name, found in captured.layers.items():

@@ -132,6 +132,8 @@ class FinishedSteps:
 
     def put(self, step: records.Step) -> None:
         """Give a step to totals, curvature and writer."""
+        if not self._writer.manifest.keeps_step(step.number):
+            step.drop_blocks(self._passes.store_as.pool)
         nbytes = step.nbytes
         if self.curvature is not None:
             with INTERRUPTS.held((self, "curvature")):

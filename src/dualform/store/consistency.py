@@ -355,12 +355,9 @@ def _require_tensor(file: CheckedFile[Any], name: str, dtype: str, shape: Shape)
         raise ValueError(f"{name!r} is {file.dtype(name)} {list(found)}, expected {dtype} {list(shape)}")
 
 
-def check_blocks(table: Ints, layer: Layer, slots: int, label: Label, every: int) -> None:
-    """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that there are not. slots: how many the layer has.
-
-    every: the slots of one step in so many are kept.
-    """
-    if (table[:, 0] % every).any():
+def check_blocks(table: Ints, layer: Layer, slots: int, label: Label, manifest: Manifest) -> None:
+    """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that there are not. slots: how many the layer has."""
+    if manifest.every > 1 and not all(map(manifest.keeps_step, np.unique(table[:, 0]).tolist())):
         raise ValueError(f"the blocks of {layer.name!r} name steps whose slots were not to be kept")
     if len(table) and not (_are_steps(table, label) and _are_rows(table, slots, label)):
         raise ValueError(f"the blocks of {layer.name!r} name steps or rows that are not in the chunk")

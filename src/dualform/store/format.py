@@ -201,6 +201,11 @@ class Manifest:
         """Whether every gradient can be put together again from what is kept of its slots."""
         return self.keep != "totals" and self.every == 1 and all(layer.explains_gradients for layer in self.layers)
 
+    def keeps_step(self, step: int) -> bool:
+        """Whether the slots of a step are kept: of every so many steps one, drawn at random, for epochs may be as long."""
+        window, place = divmod(step, self.every)
+        return place == xxhash.xxh32_intdigest(f"{self.run} {window}".encode()) % self.every
+
     @property
     def end_step(self) -> int:
         """How many steps are sealed."""

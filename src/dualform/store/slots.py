@@ -60,7 +60,7 @@ class SlotChunk:
         """(blocks, 7): step, backward, call, first_row, rows, positions, arrival; up to end_step."""
         table: Ints = self.file[f"{self.number}.blocks"].numpy()
         try:
-            check_blocks(table, self.layer, self.written["slots"][self.number], self.written, self.store.manifest.every)
+            check_blocks(table, self.layer, self.written["slots"][self.number], self.written, self.store.manifest)
         except ValueError as error:
             raise self._damaged(str(error)) from None
         table = table[table[:, 0] < self.chunk.end_step]

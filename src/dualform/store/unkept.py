@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualform.errors import NotRecordedError
-from dualform.layers.streams import Layer
+from dualform.layers.layer import Layer
 from dualform.store.reader import Store
 
 REASONS = {
