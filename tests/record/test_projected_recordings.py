@@ -43,13 +43,12 @@ def projected_rows(store, layer):
         for low, high in chunk.pieces(layer.d_in + layer.d_out):
             keys, errors = chunk.pairs(torch.float64, low, high)
             for place in range(high - low):
-                one = slice(place, place + 1)
                 if isinstance(keys, RowGradients):
                     own = keys.data[place]
                 elif layer.form == "parts":
                     own = torch.cat([keys.vectors()[place], errors[place]])
                 else:
-                    outer = keys.some(one).outer(errors[one]).flatten()
+                    outer = torch.outer(errors[place], keys.vectors()[place]).flatten()
                     own = torch.cat([outer, errors[place]]) if layer.has_bias else outer
                 row = int(numbers[low + place])
                 rows[row] = rows.get(row, 0) + own
