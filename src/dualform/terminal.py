@@ -15,7 +15,7 @@ from dualform.figures.colours import colour_of
 from dualform.figures.results import Explained
 from dualform.store.format import INITIAL, SHARED, size_text
 
-KEPT_BY_ROW = ("slots", "rows", "keys")
+KEPT_BY_ROW = ("slots", "rows", "projected", "keys")
 """What an estimate tells, in the order of its lines."""
 
 if TYPE_CHECKING:

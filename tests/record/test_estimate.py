@@ -89,7 +89,7 @@ def estimated(name, **settings):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("keep", ["slots", "rows", "keys"])
+@pytest.mark.parametrize("keep", ["slots", "rows", "projected", "keys"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_it_is_within_five_percent_of_what_is_recorded(name, keep, dtype, tmp_path):
     info = recorded(name, tmp_path / "run", keep=keep, dtype=dtype)
@@ -186,6 +186,6 @@ def test_what_cannot_be_estimated_is_said(settings, message):
 
 def test_bytes_are_told_of_what_grows_with_rows_only():
     found = dualform.estimate(Gpt(), rows=10, positions=4)
-    with pytest.raises(QuestionError, match="keep='totals': expected one of 'slots', 'rows', 'keys'"):
+    with pytest.raises(QuestionError, match="keep='totals': expected one of 'slots', 'rows', 'projected', 'keys'"):
         found.nbytes("totals")
     assert found.bytes_per_group > 0

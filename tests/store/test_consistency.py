@@ -26,7 +26,11 @@ def test_what_the_recorder_writes_is_consistent(whole):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("keep",), "everything", "keep is 'everything'; expected one of 'slots', 'rows', 'keys', 'totals'"),
+        (
+            ("keep",),
+            "everything",
+            "keep is 'everything'; expected one of 'slots', 'rows', 'projected', 'keys', 'totals', 'mixed'",
+        ),
         (("dtype",), "float8", "dtype is 'float8'"),
         (("columns", 0, "type"), "Object", "the type of column 'sample_id' is 'Object'"),
         (("columns", 0, "per"), "epoch", "per of column 'sample_id' is 'epoch'"),
@@ -55,6 +59,9 @@ def test_what_the_recorder_writes_is_consistent(whole):
         (("layers", 2, "geometry", "padding"), [0], "the geometry of layer 'conv'"),
         (("layers", 2, "geometry", "kernel"), [], "the geometry of layer 'conv'"),
         (("layers", 2, "geometry", "mode"), "mirror", "the padding mode of layer 'conv' is 'mirror'"),
+        (("every",), 0, "every is 0; expected at least 1"),
+        (("layers", 0, "keep"), "rows", "layer 'first' keeps 'rows', and the store 'slots'"),
+        (("layers", 0, "keep"), "all", "keep of layer 'first' is 'all'; expected one of"),
         (("batch_axis",), {"": 99}, "batch_axis names an axis that no tensor has"),
         (("sessions",), [], "its sessions begin at steps"),
         (("sessions", 0, "first_step"), 1, "its sessions begin at steps"),
@@ -92,7 +99,9 @@ def test_what_does_not_fit(whole, tmp_path, path, value, says):
 def test_chunks_of_a_store_that_keeps_totals_only(whole):
     manifest = read_manifest(files_at(whole))
     with pytest.raises(ValueError, match='it keeps "totals", but has chunks'):
-        check_manifest(replace(manifest, keep="totals"))
+        check_manifest(
+            replace(manifest, keep="totals", layers=tuple(replace(one, keep="totals") for one in manifest.layers))
+        )
 
 
 def test_tables_may_be_a_hundred_times_as_large_as_the_store(whole, monkeypatch):

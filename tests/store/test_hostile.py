@@ -105,8 +105,8 @@ def call(*arguments):
 VALUES = [0, -1, 2**31, 2**40, 2**53, 2**63, 10**300, 1e308, float("nan"), None, "7", True, [], {}]
 
 
-NOTES = ("rows", "inexact", "batch_axis")
-"""What the recorder noted down and nothing else repeats: another number is another note, and no damage."""
+NOTES = ("rows", "inexact", "batch_axis", "every")
+"""What the recorder noted down: questions to a store with other numbers may be refused for what these say, before any damage is seen."""
 
 
 def test_any_value_in_the_place_of_any_number(store, expected_with_notes):

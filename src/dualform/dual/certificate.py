@@ -12,7 +12,7 @@ import polars as pl
 from dualform.dual.published import Published
 
 GRADIENTS = "gradients"
-"""The verdict on parameters whose optimizer cannot be replayed: their slots explain every gradient, and no sum was checked."""
+"""The verdict on parameters whose optimizer cannot be replayed, or whose slots were not kept: these explain every gradient, and no sum was checked."""
 ROUNDED = "rounded"
 """The verdict on 16-bit parameters whose distance from the dual is rounding, which may be as large as what training did to them."""
 PASSING = ("pass", GRADIENTS, ROUNDED)

@@ -22,6 +22,7 @@ from dualform.layers.written import each_written, sum_written, used_errors, used
 from dualform.store.format import Parameter
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.unkept import require_gradients
 from dualform.totals.sums import sum_by_group
 
 Keep = Callable[[SlotChunk], Bools]
@@ -184,6 +185,7 @@ class Replayed:
         rows: Rows | None = None,
         keep: Keep | None = None,
     ):
+        require_gradients(store, "this question", updates.parameter)
         self.store = store
         self.updates = updates
         self._keep = keep

@@ -32,6 +32,8 @@ class DualLayer:
         self._end = end
         _, self._layer = store.layer(name)
         self.name = name
+        if self._layer.projected_from is not None:
+            raise NotRecordedError(store.why_no_positions(name))
         if not self._layer.attends:
             raise NotRecordedError(
                 f"layer {name!r} is elementwise: it has no keys, hence no attention. Ask contributions."

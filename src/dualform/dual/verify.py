@@ -36,6 +36,7 @@ from dualform.errors import NotRecordedError
 from dualform.progress import Progress, report
 from dualform.store.collection import collection_of
 from dualform.store.reader import Store
+from dualform.store.unkept import why_not_rebuilt
 
 NO_GAP = 1e-13
 """A gap below this is rounding in float64, whatever the optimizer has made of it; no change of a slot is as small."""
@@ -59,11 +60,15 @@ def verify(store: Store, end: int, progress: Progress | None = None, workers: in
     primal = _find_primal(store, end)
     names = [parameter.name for parameter in store.manifest.parameters]
     optimizers = not_replayed(store, end)
-    duals = _duals(store, [name for name in names if name not in optimizers], end, workers)
+    unkept = _not_kept(store, names)
+    summed = [name for name in names if name not in optimizers and name not in unkept]
+    duals = _duals(store, summed, end, workers)
     lines = []
     for name in report("verifying", names, progress):
         check = _Check(store, name, end)
-        if name in optimizers:
+        if name in unkept:
+            lines.append(check.trust_the_audit(unkept[name]))
+        elif name in optimizers:
             lines.append(check.compare_gradients(optimizers[name]))
         elif primal.snapshot is None:
             lines.append(check.compare_projections())
@@ -93,6 +98,14 @@ def _find_primal(store: Store, end: int) -> _Primal:
         why = "the weights of the last step are not stored" if is_the_end else "there is no later snapshot"
         return _Primal(None, f"projections of the weights, stored after each step ({why})")
     return _Primal(nearest, f"weights rebuilt from the snapshot at step {nearest}")
+
+
+def _not_kept(store: Store, names: list[str]) -> dict[str, str]:
+    """Return the parameters whose gradients cannot be computed again from what is kept of their slots, with the reason."""
+    if store.manifest.keep in ("keys", "totals"):
+        return {}
+    reasons = {name: why_not_rebuilt(store, name) for name in names}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _row_evidence(store: Store) -> pl.DataFrame:
@@ -175,6 +188,10 @@ class _Comparison:
         return _Verdict("fail", f"{floors:.1f} rounding floors ({floor}); {self.allowed} are allowed")
 
 
+UNKNOWN = _Comparison(distance=math.nan, movement=math.nan, size=math.nan, begin=0)
+"""Where no sum can be compared."""
+
+
 class _Verdict(NamedTuple):
     verdict: str
     reason: str
@@ -194,6 +211,12 @@ class _Check:
         self._updates = update_table(store, name, 0, end)
         self._dtype: str = description(store, name).dtype
 
+    def trust_the_audit(self, why: str) -> Line:
+        """Compare nothing: what is kept of the slots makes up no gradient, but the recorder audited them before it dropped the rest."""
+        reason = f"its slots explained every gradient when they were recorded (the audit); {why}, so no sum was checked"
+        verdict = self._known_problem() or _Verdict(GRADIENTS, reason)
+        return self._line(UNKNOWN, math.nan, verdict)
+
     def compare_gradients(self, optimizer: str) -> Line:
         """Compare gradients only: without coefficients there is no sum, but the slots must explain every gradient."""
         problem = self._known_problem()
@@ -202,8 +225,7 @@ class _Check:
         if collection_of(self._store) is not None:
             why = "nothing was trained, so there is no sum to verify"
         explained = _Verdict(GRADIENTS, f"its slots explain every gradient; {why}")
-        unknown = _Comparison(distance=math.nan, movement=math.nan, size=math.nan, begin=0)
-        return self._line(unknown, math.nan, problem or wrong or explained)
+        return self._line(UNKNOWN, math.nan, problem or wrong or explained)
 
     def compare_weights(self, dual: Tensor, snapshot: int) -> Line:
         """Compare the dual with the trained weights, stored at `end` or rebuilt from an earlier snapshot."""

@@ -20,6 +20,7 @@ from dualform.recursions import KINDS
 from dualform.store.format import SLOTS
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+from dualform.store.unkept import require_gradients
 
 PRODUCTS = 8
 """This many products are added in their own type before their sum is added in float64."""
@@ -103,6 +104,7 @@ def rebuilt(
             return moment.weight.double()
         return _replayed_on(store, updates, reached)
     coefficients = walked(updates)
+    require_gradients(store, "this question", parameter)
     if store.is_vector(parameter):
         return _rebuilt_vector(store, parameter, coefficients, keep)
     rows = kept_rows(store, parameter)
@@ -155,6 +157,7 @@ def add_slots(
     is_vector = store.is_vector(parameter)
     dtype = compute_dtype(store, parameter)
     columns = None if rows is None else rows.columns
+    require_gradients(store, "this question", parameter)
     partial_sum = Sum(total.shape, torch.float64 if is_vector else dtype, columns)
     for layer in store.users(parameter):
         uses = layer.uses_of(parameter)

@@ -70,6 +70,18 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class ProjectedFrom:
+    """What the slots of a projected layer were before they went through random matrices (layers/projected.py)."""
+
+    layer: Layer
+    """As the network has it."""
+    size: Count
+    """How long keys and error signals are afterwards, at most."""
+    seed: Count
+    """The matrices are drawn from it: they are not stored."""
+
+
+@dataclass(frozen=True)
 class Layer:
     """One recorded layer. Its place in the manifest's list of layers is its number in chunks."""
 
@@ -84,6 +96,20 @@ class Layer:
     geometry: Geometry | None = None
     outputs: tuple[Count, ...] = ()
     """The output units whose error signals are kept, if not all are."""
+    keep: str = "slots"
+    """What is kept of its slots: one of KEEPS in store/format.py."""
+    projected_from: ProjectedFrom | None = None
+    """Of a projected layer: where its slots come from. All else describes the slots that are stored."""
+
+    @property
+    def in_network(self) -> Layer:
+        """The layer as the network has it, whose queries are not projected."""
+        return self if self.projected_from is None else self.projected_from.layer
+
+    @property
+    def explains_gradients(self) -> bool:
+        """Whether its part of each gradient can be put together again from what is kept."""
+        return self.keep != "keys" and self.projected_from is None
 
     @property
     def parameters(self) -> list[str]:

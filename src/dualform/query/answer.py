@@ -5,6 +5,7 @@ An answer holds a scorer (what is computed) and turns what a scan or a search fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class Sums(NamedTuple):
     """(groups,)"""
     described: pl.DataFrame
     """The groups with those columns that are the same for all rows of a group."""
+    errors: Tensor | None = None
+    """(queries, groups): the standard errors of totals that are estimates; None: they are exact."""
 
 
 class Answer:
@@ -118,7 +121,8 @@ class Answer:
     def total(self, by: str | Sequence[str], *, where: Where | None = None, absolute: bool = False) -> pl.DataFrame:
         """Return the sum of the scores of each group of slots, for each query; absolute: of their absolute values.
 
-        Totals that were kept for these columns answer it without a scan.
+        Totals that were kept for these columns answer it without a scan. Where not all slots were kept as they were (every=, or
+        keep="projected"), totals are estimates: the column `standard_error` says how far they may be off.
         """
         sums = self.sums(by, where=where, absolute=absolute)
         # Groups in the order of their values
@@ -133,14 +137,11 @@ class Answer:
             every_group = np.arange(len(order))
             repeated = np.tile(every_group, self._scorer.queries)
             groups = [column.gather(repeated) for column in values]
-        flat_totals = totals.reshape(-1).numpy()
-        return pl.DataFrame(
-            [
-                *self._repeated_address(len(order)),
-                *groups,
-                pl.Series("total", flat_totals, pl.Float64),
-            ]
-        )
+        numbers = [pl.Series("total", totals.reshape(-1).numpy(), pl.Float64)]
+        if sums.errors is not None:
+            errors = sums.errors[:, torch.from_numpy(order)]
+            numbers.append(pl.Series("standard_error", errors.reshape(-1).numpy(), pl.Float64))
+        return pl.DataFrame([*self._repeated_address(len(order)), *groups, *numbers])
 
     def scores(self, *, where: Where | None = None) -> Iterator[Scores]:
         """Return every score, a run of slots at a time: slot numbers (m,) and scores (*queries, m)."""
@@ -175,7 +176,29 @@ class Answer:
         question += " with where=" if where is not None else ""
         question += " with silent=True" if self._silent else ""
         self._needs_slots(question)
-        return self._scanned_sums(by, where, absolute)
+        return self._scaled(self._scanned_sums(by, where, absolute), columns, where, absolute)
+
+    def _scaled(self, found: Sums, columns: list[str], where: Where | None, absolute: bool) -> Sums:
+        """Scale totals of some steps to all of them, if the slots of one step in so many were kept.
+
+        As if steps were drawn one by one: their variance is that of the group's totals of single steps.
+        """
+        store = self._scorer.store
+        every = store.manifest.every
+        if every == 1 or "step" in columns:
+            return found
+        by_step = self._scanned_sums([*columns, "step"], where, absolute)
+        places = found.values.with_row_index(" place")
+        group_of = by_step.values.join(
+            places, on=found.values.columns, how="left", nulls_equal=True, maintain_order="left"
+        )
+        squares = torch.zeros_like(found.totals)
+        squares.index_add_(1, torch.from_numpy(group_of[" place"].to_numpy().astype(np.int64)), by_step.totals.square())
+        steps = sum(map(store.manifest.keeps_step, range(self._scorer.end)))
+        spread = (squares - found.totals.square() / max(steps, 1)).clamp(min=0)
+        correction = (1 - 1 / every) * steps / (steps - 1) if steps > 1 else math.nan
+        errors = every * (correction * spread).sqrt()
+        return found._replace(totals=every * found.totals, errors=errors)
 
     def _scanned_sums(self, by: str | Sequence[str], where: Where | None, absolute: bool) -> Sums:
         scorer = self._scorer

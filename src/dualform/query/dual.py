@@ -48,6 +48,7 @@ from dualform.query.targets import Target, TargetReader, predicts_next_token
 from dualform.store.collection import collection_of, refuse_collected
 from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
+from dualform.store.unkept import require_gradients
 
 COUNTERS = ("step", "mu_product")
 """Numbers among the tensors of an optimizer's state."""
@@ -210,12 +211,12 @@ class Dual:
         """
         self._warn()
         if self._network.has_model:
-            layers = [layer for layer in self.store.manifest.layers if layer.attends]
+            layers = [layer.in_network for layer in self.store.manifest.layers if layer.attends]
             captured = run(self._query_model, layers, inputs, rows, self.store.manifest.batch_axis)
             queries = {name: found.queries for name, found in captured.layers.items()}
         else:
             queries = self._query_vectors(inputs)
-        missing = {name: self.store.why_no_positions(name) for name in queries if self.store.is_summed(name)}
+        missing = {name: self.store.why_no_positions(name) for name in queries if self.store.has_no_positions(name)}
         if missing and len(missing) == len(queries):
             raise NotRecordedError(next(iter(missing.values())))
         answers = {name: self._attention(name, given, silent) for name, given in queries.items() if name not in missing}
@@ -252,6 +253,10 @@ class Dual:
         if layers is not None:
             names = self._chosen_layers(layers)
             chosen = [layer for layer in chosen if layer.name in names]
+        self._needs_error_signals("contributions", [layer.name for layer in chosen])
+        if manifest.keep != "totals" and not manifest.keeps_gradients:
+            for layer in chosen:
+                require_gradients(self.store, "contributions()", layer.parameters[0])
         captured = run(self._query_model, chosen, inputs, reader.rows, manifest.batch_axis, aim)
         answers = {}
         for name, found in captured.layers.items():
@@ -306,6 +311,7 @@ class Dual:
             )
         self._warn()
         chosen = self._chosen_layers(layers)
+        self._needs_error_signals("influence", chosen)
         reached = Reached()
         warned: set[str] = set()
         # The model may be large, so all segments share one copy of it, one after the other
@@ -460,6 +466,7 @@ class Dual:
         """
         self._needs_training("compact()")
         self._needs_error_signals("compact")
+        require_gradients(self.store, "compact()")
         self._warn()
         names = self._chosen_layers(layers)
         if layers is None:
@@ -515,16 +522,25 @@ class Dual:
     def _needs_training(self, question: str) -> None:
         refuse_collected(self.store, question)
 
-    def _needs_error_signals(self, question: str) -> None:
+    def _needs_error_signals(self, question: str, layers: Sequence[str] = ()) -> None:
+        """Raise NotRecordedError if the error signals of some layers were not kept."""
         if self.store.manifest.keep == "keys":
             raise NotRecordedError(
                 f'{question}() needs error signals, but {self.store.location} keeps keys only. Record with keep="slots".'
+            )
+        without = [name for name in layers if self.store.layer(name)[1].keep == "keys"]
+        if without:
+            raise NotRecordedError(
+                f"{question}() needs error signals, but {self.store.location} keeps keys only of {', '.join(map(repr, without))}. Name the "
+                f"others with layers=."
             )
 
     def _mask(self, only: Where | None, drop: Where | None, question: str) -> Mask:
         self._needs_training(f"{question}()")
         mask = make_mask(self.store, self.end_step, only, drop, question)
         self._needs_error_signals(question)
+        if self.store.manifest.keep != "totals":
+            require_gradients(self.store, f"{question}()")
         return mask
 
     def _chosen_layers(self, layers: str | Collection[str] | None) -> list[str]:

@@ -25,6 +25,7 @@ from dualform.query.influence.estimate import loss_mean_of, told_loss_mean
 from dualform.query.network import check_all_outputs
 from dualform.store.collection import Span, collection_of, spans_of
 from dualform.store.reader import Store
+from dualform.store.unkept import require_gradients
 
 EVERYTHING = "all parameters"
 
@@ -130,6 +131,7 @@ def _spans_between(store: Store, end: int, first: int, last: int) -> list[Span]:
         raise NotRecordedError(
             f'explained() needs error signals, but {store.location} keeps keys only. Collect with keep="slots".'
         )
+    require_gradients(store, "explained()")
     spans = spans_of(store, end)
     if len(spans) < 2:
         raise QuestionError(

@@ -29,6 +29,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
         "steps": store.end_step,
         "rows": _row_count(store),
         "keep": manifest.keep,
+        "every": manifest.every,
         "dtype": manifest.dtype,
         "bytes": store.nbytes,
         "snapshot_bytes": sum(snapshot.file.size for snapshot in manifest.snapshots),
@@ -106,8 +107,10 @@ def _layers(store: Store) -> list[dict[str, Any]]:
         {
             "name": layer.name,
             "kind": layer.kind,
-            "d_in": layer.d_in,
-            "d_out": layer.d_out,
+            "d_in": layer.in_network.d_in,
+            "d_out": layer.in_network.d_out,
+            "keep": layer.keep,
+            "projected_to": None if layer.projected_from is None else [layer.d_in, layer.d_out],
             "parameters": layer.parameters,
             "slots": store.slots(layer.name),
         }

@@ -76,9 +76,10 @@ class Network:
             return weights  # of a collection, until the next checkpoint
         manifest = self._store.manifest
         if not manifest.keeps_gradients:
+            kept = f"{manifest.keep} only" if manifest.every == 1 else f"one step in {manifest.every} only"
             raise NotRecordedError(
-                f"{self._store.location} keeps {manifest.keep} only: the network is known after "
-                f'{self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
+                f"{self._store.location} keeps {kept}: the network is "
+                f'known after {self._store.snapshot_steps()} steps, not after {step}. Record with keep="slots" to have every step.'
             )
         recorded = [parameter.name for parameter in manifest.parameters]
         others = weights.keys() - recorded - self._aliases - self._frozen(weights)
@@ -108,11 +109,13 @@ class Network:
         return {name for name in weights if f"model.{name}" not in last}
 
     def step_with_weights(self, step: int) -> int:
-        """The step itself, if its weights are known; else, under an optimizer that cannot be replayed, that of the nearest snapshot.
+        """The step itself, if its weights are known; else that of the nearest snapshot.
 
-        A snapshot is made by recorder.seal(), and at the beginning and the end.
+        They are not where an optimizer cannot be replayed, or where gradients cannot be put together again from what is kept. A
+        snapshot is made by recorder.seal(), and at the beginning and the end.
         """
-        if collection_of(self._store) is not None or not not_replayed(self._store, self._store.end_step):
+        is_rebuilt = self._store.manifest.keeps_gradients and not not_replayed(self._store, self._store.end_step)
+        if collection_of(self._store) is not None or is_rebuilt:
             return step
         return min(self._store.snapshot_steps(), key=lambda snapshot: abs(snapshot - step))
 

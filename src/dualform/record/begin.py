@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.forked import require_polars
+from dualform.layers.projected import DEFAULT_SIZE
 from dualform.layers.row_proof import BatchAxes
 from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
 from dualform.record.curvature import EVERY, OnlineCurvature, counts_summed
@@ -19,6 +21,7 @@ from dualform.record.disk_space import DiskSpace
 from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
+from dualform.record.keep import Keep, check_keep, check_patterns, refuse_contradictions
 from dualform.record.manifest import new_manifest
 from dualform.record.optimizers import optimizer_list, refuse_not_replayed, refuse_some_rows, warn_not_replayed
 from dualform.record.outputs import keep_outputs
@@ -53,7 +56,9 @@ def record(
     check_rows: bool = True,
     on_unclear_rows: str = "ask",
     dtype: str | None = None,
-    keep: str = "slots",
+    keep: Keep = "slots",
+    projection: int = DEFAULT_SIZE,
+    every: int = 1,
     totals: TotalsRequest | str | None = None,
     totals_bytes: int = 1 << 30,
     curvature: bool | None = None,
@@ -80,12 +85,15 @@ def record(
     dtype: the type that slots are stored in. By default "float32", or "float64" if parameters are: exact up to training's own rounding.
     "float16" takes half the disk space, and so does "bfloat16", which stores what autocast computed without loss.
     keep: "slots" (everything), "rows" (the gradient of each row where that is smaller than its slots: every answer by row stays exact,
-    single positions are lost), "keys" (attention weights only; works with every optimizer) or "totals" (no slots: the store
-    does not grow with the number of steps).
+    single positions are lost), "projected" (the same through random matrices: small, and every answer is an estimate), "keys" (attention weights
+    only; works with every optimizer) or "totals" (no slots: the store does not grow with the number of steps). Or, by names or globs of layers,
+    what is kept of each, {"lm_head": "keys", "*": "rows"}: the first that fits counts, and each layer needs one.
+    projection: how many numbers keep="projected" leaves of a key and of an error signal, at most.
+    every: keep the slots of one step in so many. Sums over steps then are estimates, and weights cannot be rebuilt from slots.
     totals: columns (or tuples of columns) for whose groups totals are kept, in addition to slots. {"sample_id": "keys"} keeps only
     sums of keys, {"label": "deltas"} only parts of the weights. totals_bytes: how much memory they may take.
     curvature: estimate curvature while recording, in one of every eight steps, so that the first influence question need not do it. With
-    keep="rows", that of summed slots is estimated unless this is False: without it, there is no influence by method="whitened".
+    keep="rows" or "projected", that of summed slots is estimated unless this is False: without it, there is no influence by method="whitened".
     initial: what the weights are when recording begins, "pretrained" for example. Contributions call their initial part so.
     on_unexplained: what to do when slots do not explain a gradient, or weights were edited: "raise", or "mark" the layer
     as inexact from that step on.
@@ -99,7 +107,7 @@ def record(
     """
     require_polars()
     _check_value("dtype", dtype, (None, *store.DTYPES))
-    _check_value("keep", keep, store.KEEPS)
+    check_keep(keep, projection, every)
     _check_value("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS)
     _check_value("on_unexplained", on_unexplained, ON_UNEXPLAINED)
     _check_value("on_write_error", on_write_error, ON_WRITE_ERROR)
@@ -108,14 +116,17 @@ def record(
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
     network = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     optimizers = optimizer_list(optimizer)
-    groupings = requested_groupings(totals, keep)
-    _refuse_contradictions(keep, groupings, has_outputs=bool(outputs), curvature=bool(curvature))
-    _check_optimizers(optimizers, keep, groupings)
+    store_as = StoreAs(dtype or "", keep, Pool(queue_bytes), projection=projection, every=every)
+    one_keep = store_as.one_keep
+    groupings = requested_groupings(totals, one_keep)
+    refuse_contradictions(one_keep, every, groupings, has_outputs=bool(outputs), curvature=bool(curvature))
+    _check_optimizers(optimizers, one_keep, groupings)
 
     choice = choose(network, optimizers, layers, exclude)
     if outputs:
         refuse_some_rows(optimizers)
     choice.recorded = keep_outputs(choice.recorded, outputs)
+    check_patterns(keep, [layer.name for chosen in choice.recorded for layer in chosen.layers])
     axes = _checked_axes(batch_axis, choice.modules)
     _warn_of_left_out(choice.left_out)
 
@@ -130,10 +141,11 @@ def record(
     if dtype is None:
         dtype = _default_dtype(choice.recorded)
     # Sums of keys alone need no error signals, and no gradient is put together again from them
-    needs_errors = keep != "totals" or has_deltas(groupings)
-    all_layers = [layer for chosen in choice.recorded for layer in chosen.layers]
-    counts_sums = keep == "rows" and counts_summed(curvature, all_layers)
-    store_as = StoreAs(dtype, keep, Pool(queue_bytes), needs_errors, curvature_every=EVERY if counts_sums else 0)
+    needs_errors = one_keep != "totals" or has_deltas(groupings)
+    all_layers = [store_as.stored(layer, seed) for chosen in choice.recorded for layer in chosen.layers]
+    summed = [layer for layer in all_layers if layer.keep in store.SUMMED]
+    counts_sums = bool(summed) and counts_summed(curvature, summed)
+    store_as = replace(store_as, dtype=dtype, errors=needs_errors, curvature_every=EVERY if counts_sums else 0)
     rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
     for chosen in choice.recorded:
@@ -153,7 +165,7 @@ def record(
     recording: Recording | None = None
     try:
         finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
-        if keep != "totals":
+        if one_keep != "totals":
             finished.disk_space = DiskSpace(writer, expected_steps)
         recording = Recording(network, model, writer, passes, steps, finished, choice.waiting, on_write_error)
         return Recorder(recording)
@@ -180,20 +192,10 @@ def _check_value(name: str, value: str | None, allowed: Sequence[str | None]) ->
         raise RecordingError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
-def _refuse_contradictions(keep: str, groupings: Sequence[Grouping], *, has_outputs: bool, curvature: bool) -> None:
-    if curvature and keep not in ("slots", "rows"):
-        raise RecordingError(
-            f'curvature=True needs keep="slots" or "rows": only influence uses curvature, and it needs slots or their sums. You have '
-            f"keep={keep!r}."
-        )
-    if has_outputs and has_deltas(groupings):
-        raise RecordingError('outputs= keeps only some of the error signals, so totals= can only be of "keys".')
-
-
 def _check_optimizers(optimizers: Sequence[Optimizer], keep: str, groupings: Sequence[Grouping]) -> None:
     if has_deltas(groupings):
         refuse_not_replayed(optimizers, "totals= of deltas")
-    if keep in ("slots", "rows"):
+    if keep not in ("keys", "totals"):
         warn_not_replayed(optimizers, stacklevel=4)
 
 

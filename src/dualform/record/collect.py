@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from dualform.curvature.loss_mean import LOSS_MEANS
 from dualform.errors import RecordingError, StoreMissingError
+from dualform.layers.projected import DEFAULT_SIZE
 from dualform.progress import Progress, ignore_progress
 from dualform.record import optimizers
 from dualform.record.batch_columns import BatchColumns, Columns
 from dualform.record.begin import record
 from dualform.record.fixed_weights import FixedWeights
+from dualform.record.keep import Keep
 from dualform.record.moments import Checkpoints, Moment, moments_of
 from dualform.record.recorder import Recorder
 from dualform.record.unchanged import left_as_it_was
@@ -49,7 +51,8 @@ def collect(
     check_rows: bool = True,
     on_unclear_rows: str = "ask",
     dtype: str | None = None,
-    keep: str = "slots",
+    keep: Keep = "slots",
+    projection: int = DEFAULT_SIZE,
     on_unexplained: str = "raise",
     overwrite: bool = False,
     resume: bool = False,
@@ -92,6 +95,7 @@ def collect(
     done = _Done.in_folder(path, about, reader.compared) if resume else None
     options = {"layers": layers, "exclude": exclude, "outputs": outputs, "batch_axis": batch_axis}
     options |= {"check_rows": check_rows, "on_unclear_rows": on_unclear_rows, "dtype": dtype, "keep": keep}
+    options |= {"projection": projection}
     options |= {"on_unexplained": on_unexplained, "queue_bytes": queue_bytes, "chunk_bytes": chunk_bytes}
     with left_as_it_was(inner, weights=checkpoints is not None):
         inner.train(training)

@@ -6,7 +6,7 @@ A forward pass tells how many slots a row leaves in each layer. The rest is arit
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dualform.errors import QuestionError
+from dualform.layers.projected import DEFAULT_SIZE, SlotViews, projected_layer
 from dualform.record.choose import Choice, choose
 from dualform.record.curvature import MOST_NUMBERS
 from dualform.record.curvature import sizes as curvature_sizes
-from dualform.record.finished import SNAPSHOT_CHUNKS, SNAPSHOT_SHARE
+from dualform.record.finished import SHARE_IF_NOT_REBUILT, SNAPSHOT_CHUNKS, SNAPSHOT_SHARE, STEPS_APART
+from dualform.record.keep import Keep, keep_of
 from dualform.record.layer_sizes import LayerSizes, layer_sizes
 from dualform.record.outputs import keep_outputs
 from dualform.record.row_gradients import is_smaller
 from dualform.store.encoding import TORCH
-from dualform.store.format import BLOCK_FIELDS, DTYPES, size_text
+from dualform.store.format import BLOCK_FIELDS, DTYPES, SUMMED, size_text
 
-KEPT_BY_ROW = ("slots", "rows", "keys")
+KEPT_BY_ROW = ("slots", "rows", "projected", "keys")
 """What grows with the number of rows; totals grow with the groups."""
 BLOCK_BYTES = 8 * len(BLOCK_FIELDS)
 KEY_NUMBER = 8
@@ -49,16 +51,21 @@ class LayerEstimate:
     slots: float
     """How many slots a row has."""
     bytes_per_row: Mapping[str, float]
-    """By what is kept: "slots", "rows", "keys"."""
+    """By what is kept: one of KEPT_BY_ROW."""
     numbers_per_group: int
     """How many numbers totals hold of a group: its keys' sum, and its parts of the weights and of their averages."""
-    curvature: int
-    """How many numbers its curvature has, if it is counted: where its slots are summed, or curvature=True."""
+    curvature: Mapping[str, int]
+    """By what is kept: how many numbers its curvature has. It is counted where slots are summed."""
+    is_summed: Mapping[str, bool]
+    """By what is kept: whether its slots are summed row by row."""
+    is_projected: bool
+    """Whether keep="projected" makes its slots any shorter."""
+    vector_bytes: float
+    """What the gradients of its biases and elementwise weights take in a step; kept where slots are exact."""
 
-    @property
-    def is_summed(self) -> bool:
-        """Whether keep="rows" sums its slots."""
-        return self.bytes_per_row["rows"] != self.bytes_per_row["slots"]
+    def is_exact(self, keep: str) -> bool:
+        """Whether its gradients can be put together again."""
+        return keep in ("slots", "rows") or (keep == "projected" and not self.is_projected)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Estimate:
     dtype: str
     layers: Sequence[LayerEstimate]
     step_bytes: float
-    """What a step takes beside its slots: the gradients of biases and normalisations, the table of updates."""
+    """What a step takes in the table of updates."""
     weight_bytes: int
     """What the weights that training can change take in a snapshot, buffers included."""
     state_bytes: int
@@ -79,45 +86,67 @@ class Estimate:
     """How many times as long as bare training, roughly: measured on other networks and another machine."""
     queue_bytes: int
     chunk_bytes: int
+    every: int = 1
+    """The slots of one step in so many are kept."""
 
     @property
     def steps(self) -> int:
         """How many updates there are, if each has one batch."""
         return -(-self.rows // self.batch)
 
-    def bytes_per_row(self, keep: str = "slots") -> float:
-        """How many bytes a row takes, all layers together."""
-        _check_keep(keep)
-        return sum(layer.bytes_per_row[keep] for layer in self.layers)
+    def bytes_per_row(self, keep: Keep = "slots") -> float:
+        """How many bytes a row takes, all layers together, in a step whose slots are kept. keep: as for record(), also by layer."""
+        return sum(layer.bytes_per_row[kept] for layer, kept in self._by_layer(keep))
 
-    def bytes_of_slots(self, keep: str = "slots") -> float:
+    def _by_layer(self, keep: Keep) -> list[tuple[LayerEstimate, str]]:
+        """Each layer with what is kept of it."""
+        found = [(layer, keep_of(layer.name, keep)) for layer in self.layers]
+        for _, kept in found:
+            if kept not in KEPT_BY_ROW:
+                raise QuestionError(f"keep={kept!r}: expected one of {', '.join(map(repr, KEPT_BY_ROW))}.")
+        return found
+
+    def bytes_of_slots(self, keep: Keep = "slots") -> float:
         """How many bytes all chunks take together, without snapshots."""
-        steps = 0.0 if keep == "keys" else self.steps * self.step_bytes
-        nbytes = self.rows * self.bytes_per_row(keep) + steps
-        chunks = 1 + nbytes // self.chunk_bytes
+        by_layer = self._by_layer(keep)
+        of_step = sum(layer.vector_bytes for layer, kept in by_layer if layer.is_exact(kept))
+        if any(kept != "keys" for _, kept in by_layer):
+            of_step += self.step_bytes
+        nbytes = self.rows / self.every * self.bytes_per_row(keep) + self.steps * of_step
+        # Each snapshot seals a chunk
+        chunks = max(1 + nbytes // self.chunk_bytes, 1 + self._snapshots_between(keep, nbytes))
         return nbytes + chunks * (CHUNK_HEADERS + LAYER_HEADERS * len(self.layers))
 
-    def curvature(self, keep: str = "slots") -> int:
+    def curvature(self, keep: Keep = "slots") -> int:
         """How many numbers of curvature are counted."""
-        if keep != "rows" or sum(layer.curvature for layer in self.layers) > MOST_NUMBERS:
+        summed = [(layer, kept) for layer, kept in self._by_layer(keep) if kept in SUMMED]
+        if sum(layer.curvature[kept] for layer, kept in summed) > MOST_NUMBERS:
             return 0
-        return sum(layer.curvature for layer in self.layers if layer.is_summed)
+        return sum(layer.curvature[kept] for layer, kept in summed if layer.is_summed[kept])
 
-    def bytes_of_snapshot(self, keep: str = "slots") -> int:
-        """How many bytes each snapshot takes, with the curvature that keep="rows" counts."""
+    def bytes_of_snapshot(self, keep: Keep = "slots") -> int:
+        """How many bytes each snapshot takes, with the curvature that is counted where slots are summed."""
         tensors = 3 * len(self.layers) if self.curvature(keep) else 0
         return self.weight_bytes + self.state_bytes + 4 * self.curvature(keep) + tensors * TENSOR_HEADER
 
-    def snapshots(self, keep: str = "slots") -> int:
-        """How many snapshots there are: before and after, and in between at most an eighth of the disk."""
-        apart = max(SNAPSHOT_SHARE * self.bytes_of_snapshot(keep), SNAPSHOT_CHUNKS * self.chunk_bytes)
-        return 2 + int(self.bytes_of_slots(keep) // apart)
+    def snapshots(self, keep: Keep = "slots") -> int:
+        """How many snapshots there are: before and after, and in between as many as finished.py takes."""
+        return 2 + self._snapshots_between(keep, self.bytes_of_slots(keep))
 
-    def nbytes(self, keep: str = "slots") -> float:
+    def _snapshots_between(self, keep: Keep, nbytes: float) -> int:
+        by_layer = self._by_layer(keep)
+        is_exact = self.every == 1 and all(layer.is_exact(kept) for layer, kept in by_layer)
+        if is_exact or keep == "keys":
+            apart = max(SNAPSHOT_SHARE * self.bytes_of_snapshot(keep), SNAPSHOT_CHUNKS * self.chunk_bytes)
+            return int(nbytes // apart)
+        apart = SHARE_IF_NOT_REBUILT * self.bytes_of_snapshot(keep)
+        return min(int(nbytes // apart), self.steps // STEPS_APART)
+
+    def nbytes(self, keep: Keep = "slots") -> float:
         """How many bytes the recording takes, snapshots included."""
         return self.bytes_of_slots(keep) + self.bytes_of_snapshots(keep)
 
-    def bytes_of_snapshots(self, keep: str = "slots") -> int:
+    def bytes_of_snapshots(self, keep: Keep = "slots") -> int:
         """How many bytes all snapshots take together."""
         count = self.snapshots(keep)
         return self.weight_bytes + (count - 1) * self.bytes_of_snapshot(keep)
@@ -127,7 +156,7 @@ class Estimate:
         """How many bytes totals take for each group (key sums and deltas), whatever the number of rows."""
         return sum(4 * layer.numbers_per_group for layer in self.layers)
 
-    def memory(self, keep: str = "slots") -> float:
+    def memory(self, keep: Keep = "slots") -> float:
         """How much memory recording takes beside training, at most: the queue, as much in buffers kept for reuse, two open steps, curvature."""
         return 2 * self.queue_bytes + 2 * self.batch * self.bytes_per_row(keep) + 8 * self.curvature(keep)
 
@@ -176,11 +205,6 @@ class Estimate:
         return f'keep="{keep}": {disk}, {size_text(self.memory(keep))} of memory at most'
 
 
-def _check_keep(keep: str) -> None:
-    if keep not in KEPT_BY_ROW:
-        raise QuestionError(f"keep={keep!r}: expected one of {', '.join(map(repr, KEPT_BY_ROW))}.")
-
-
 def estimate(
     model: nn.Module,
     example: Any = None,
@@ -190,6 +214,8 @@ def estimate(
     batch: int = 1,
     samples: int | None = None,
     dtype: str | None = None,
+    projection: int = DEFAULT_SIZE,
+    every: int = 1,
     layers: str | Collection[str] | None = None,
     exclude: str | Collection[str] | Mapping[str, str] = (),
     outputs: Mapping[str, Sequence[int]] | None = None,
@@ -202,10 +228,10 @@ def estimate(
     The model runs once, in evaluation mode, on the device that its parameters are on; on the meta device that takes no memory.
     example: a batch of its inputs (a tensor, a tuple of arguments or a dictionary of them; the first axis is that of rows). Without it, the
     model is one of tokens, and `positions` says how many a row has. rows: how many are trained on, over all epochs; batch: how many make
-    an update. samples: how many of the rows are distinct, whose inputs are stored once; default: all. states: how many tensors
+    an update. samples: how many of the rows are distinct, whose inputs are stored once; default: all. projection, every: as for `record()`. states: how many tensors
     of its size the optimizer holds for a weight: 2 for Adam, 1 for SGD with momentum. The others: as for `record()`.
     """
-    for name, number in (("rows", rows), ("batch", batch)):
+    for name, number in (("rows", rows), ("batch", batch), ("projection", projection), ("every", every)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise QuestionError(f"{name}={number!r}: expected a whole number of at least 1.")
     if dtype not in (None, *DTYPES):
@@ -222,17 +248,22 @@ def estimate(
         dtype = "float64" if is_double else "float32"
     repeated = 1.0 if samples is None else min(1.0, samples / rows)
     sizes = _sizes_per_row(model, choice, example, positions)
+    vectors = _vector_bytes(choice)
     return Estimate(
         rows=rows,
         batch=batch,
         dtype=dtype,
-        layers=[_estimated(one, dtype, batch, repeated) for one in sizes],
-        step_bytes=_step_bytes(choice),
+        layers=[
+            replace(_estimated(one, dtype, batch, repeated, projection), vector_bytes=vectors[one.layer.name])
+            for one in sizes
+        ],
+        step_bytes=UPDATE_BYTES * len({name for chosen in choice.recorded for name in chosen.parameters}),
         weight_bytes=_weight_bytes(model),
         state_bytes=states * _recorded_bytes(choice),
         time_factor=_time_factor(sizes),
         queue_bytes=queue_bytes,
         chunk_bytes=chunk_bytes,
+        every=every,
     )
 
 
@@ -257,7 +288,7 @@ def _count_rows(example: Any) -> int:
     return len(tensors[0])
 
 
-def _estimated(sizes: LayerSizes, dtype: str, batch: int, repeated: float) -> LayerEstimate:
+def _estimated(sizes: LayerSizes, dtype: str, batch: int, repeated: float, projection: int) -> LayerEstimate:
     layer = sizes.layer
     number = TORCH[dtype].itemsize
     exponent = 2 if dtype == "float16" else 0  # a power of two for each vector
@@ -267,18 +298,42 @@ def _estimated(sizes: LayerSizes, dtype: str, batch: int, repeated: float) -> La
     keys = _bytes_of_keys(sizes, number, exponent, repeated)
     slots = block + keys + errors
     weights = outputs * layer.gradient_width if layer.bilinear() else 0
+    is_summed = {"rows": _is_summed(sizes), "projected": _is_summed(sizes)}
+    curvature = {"rows": curvature_sizes([layer]), "projected": curvature_sizes([layer])}
+    of_row = _bytes_of_row(sizes, block, number, exponent) if is_summed["rows"] else slots
+    of_projected = of_row
+    seen = _projected(sizes, projection)
+    if seen is not None:
+        is_summed["projected"] = _is_summed(seen) or seen.slots > sizes.slots
+        curvature["projected"] = curvature_sizes([seen.layer])
+        of_slots = block + seen.slots * ((seen.layer.d_in + seen.layer.d_out) * number + 2 * exponent)
+        of_projected = _bytes_of_row(seen, block, number, exponent) if is_summed["projected"] else of_slots
     return LayerEstimate(
         name=layer.name,
         kind=layer.kind,
         slots=sizes.slots,
         bytes_per_row={
             "slots": slots,
-            "rows": _bytes_of_row(sizes, block, number, exponent) if _is_summed(sizes) else slots,
+            "rows": of_row,
+            "projected": of_projected,
             "keys": block + keys,
         },
         numbers_per_group=layer.d_in * layer.attends + 2 * weights,
-        curvature=curvature_sizes([layer]),
+        curvature=curvature,
+        is_summed=is_summed,
+        is_projected=seen is not None,
+        vector_bytes=0.0,
     )
+
+
+def _projected(sizes: LayerSizes, projection: int) -> LayerSizes | None:
+    """The same slots as keep="projected" has them; None: it leaves them as they are."""
+    stored = projected_layer(sizes.layer, projection, 0)
+    if stored.projected_from is None:
+        return None
+    groups = SlotViews.of(stored).groups
+    slots = sizes.slots * groups
+    return LayerSizes(stored, slots, slots, slots * stored.d_in, sizes.most_slots * groups, sizes.calls)
 
 
 def _bytes_of_keys(sizes: LayerSizes, number: int, exponent: int, repeated: float) -> float:
@@ -316,16 +371,16 @@ def _bytes_of_row(sizes: LayerSizes, block: float, number: int, exponent: int) -
     return block + sizes.calls * (summed + 24 * block / BLOCK_BYTES)
 
 
-def _step_bytes(choice: Choice) -> float:
-    """Of an update: the gradients of vectors are kept themselves, and each parameter has a line in a table."""
-    vectors = set[str]()
-    parameters: dict[str, nn.Parameter] = {}
+def _vector_bytes(choice: Choice) -> dict[str, float]:
+    """By layer: what the gradients of biases and elementwise weights take in an update. Those that layers share count once."""
+    found: dict[str, float] = {}
+    counted: set[str] = set()
     for chosen in choice.recorded:
-        parameters |= chosen.parameters
         for layer in chosen.layers:
-            vectors |= layer.vectors()
-    of_vectors = sum(4.0 * parameters[name].numel() for name in vectors)
-    return of_vectors + UPDATE_BYTES * len(parameters)
+            new = layer.vectors() - counted
+            counted |= new
+            found[layer.name] = sum(4.0 * chosen.parameters[name].numel() for name in new)
+    return found
 
 
 def _weight_bytes(model: nn.Module) -> int:

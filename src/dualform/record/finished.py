@@ -32,6 +32,10 @@ STRETCH_BYTES = 32 << 20
 """How many bytes of slots are folded into totals at a time."""
 SNAPSHOT_CHUNKS = 4
 """… and not before this many chunks' worth."""
+SHARE_IF_NOT_REBUILT = 2
+"""Where weights cannot be rebuilt from slots, influence takes them from snapshots: they are taken more often, at most 1/2 more disk, …"""
+STEPS_APART = 32
+"""… and not before so many steps: each snapshot seals a chunk."""
 
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -110,6 +114,7 @@ class FinishedSteps:
         self.disk_space: DiskSpace | None = None
         """Watches the disk, if it fills with the steps."""
         self._since_snapshot = 0
+        self._steps_since_snapshot = 0
         # A resumed recording begins with a snapshot of everything
         self._stored_frozen = {} if writer.manifest.end_step else frozen_checksums(model, steps)
         first = snapshot_of(model, steps, self._stored_frozen)
@@ -127,10 +132,12 @@ class FinishedSteps:
 
     def put(self, step: records.Step) -> None:
         """Give a step to totals, curvature and writer."""
+        if not self._writer.manifest.keeps_step(step.number):
+            step.drop_blocks(self._passes.store_as.pool)
         nbytes = step.nbytes
         if self.curvature is not None:
             with INTERRUPTS.held((self, "curvature")):
-                self.curvature.add(step, [layer.layer for layer in self._passes.layers])
+                self.curvature.add(step, [layer.stored for layer in self._passes.layers])
         if self.totals is not None and not self.totals.is_whole:
             self._go_on_without_totals()
         if self.totals is None:
@@ -141,6 +148,7 @@ class FinishedSteps:
             if self.totals.nbytes >= STRETCH_BYTES:
                 self.fold()
         self._since_snapshot += nbytes
+        self._steps_since_snapshot += 1
         if self.disk_space is not None:
             self.disk_space.add(step.number, nbytes)
 
@@ -195,7 +203,13 @@ class FinishedSteps:
     @property
     def is_snapshot_due(self) -> bool:
         """Whether enough was stored since the last one."""
-        enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
+        manifest = self._writer.manifest
+        if manifest.keeps_gradients or manifest.keep in ("keys", "totals"):
+            enough = max(SNAPSHOT_SHARE * self._snapshot_bytes, SNAPSHOT_CHUNKS * self._chunk_bytes)
+        else:
+            enough = SHARE_IF_NOT_REBUILT * self._snapshot_bytes
+            if self._steps_since_snapshot < STEPS_APART:
+                return False
         return self._since_snapshot >= enough and not self.is_checkpointed and not self.has_fixed_weights
 
     def put_snapshot(self, end_step: int, next_row: int) -> None:
@@ -212,6 +226,7 @@ class FinishedSteps:
         if self.curvature is not None:
             self.curvature.clear()
         self._since_snapshot = 0
+        self._steps_since_snapshot = 0
 
     def put_totals(self, weights: dict[str, Tensor] | None, end_step: int, next_row: int) -> bool:
         """Pass the totals to the writer, with the weights after the same step if they are known. Returns False if there are no totals."""

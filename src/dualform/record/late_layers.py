@@ -67,7 +67,7 @@ class LateLayers:
         known = len(self._passes.parameters)
         module = self._passes.enter(late.name, late.module, late.layers, late.parameters)
         new = list(self._passes.parameters.values())[known:]
-        self._writer.add_layers(late.name, [layer.layer for layer in module.layers], parameter_entries(new))
+        self._writer.add_layers(late.name, [layer.stored for layer in module.layers], parameter_entries(new))
         return module
 
     def _count_optimized(self) -> int:

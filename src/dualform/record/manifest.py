@@ -18,13 +18,13 @@ def new_manifest(
     passes: PendingPasses, choice: Choice, batch_axis: Mapping[str, int], settings: Mapping[str, str]
 ) -> store.Manifest:
     """The manifest of a recording that is about to begin. settings: what it says besides, of a collection for example."""
-    layers = [layer.layer for layer in passes.layers]
+    layers = [layer.stored for layer in passes.layers]
     parameters = parameter_entries(passes.parameters.values())
     checksums = {name: tensor_checksum(weight) for name, weight in choice.base.items()}
     return store.Manifest(
         version=store.VERSION,
         created_by=f"dualform {__version__}, torch {torch.__version__}",
-        keep=passes.store_as.keep,
+        keep=passes.store_as.one_keep,
         dtype=passes.store_as.dtype,
         layers=tuple(layers),
         parameters=tuple(parameters),
@@ -32,6 +32,7 @@ def new_manifest(
         batch_axis=dict(batch_axis),
         settings={"seed": str(passes.seed), **settings},
         base=checksums,
+        every=passes.store_as.every,
     )
 
 

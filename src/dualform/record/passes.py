@@ -89,7 +89,9 @@ class PendingPasses:
         """Enter a module. named: the parameters that its layers use, by full name."""
         vectors = set[str]().union(*(layer.vectors() for layer in layers))
         mine = {full: self.parameter(full, p, vector=full in vectors) for full, p in named.items()}
-        entered = [RecordedLayer(len(self.layers) + i, layer, mine, self.store_as) for i, layer in enumerate(layers)]
+        entered = [
+            RecordedLayer(len(self.layers) + i, layer, mine, self.store_as, self.seed) for i, layer in enumerate(layers)
+        ]
         self.layers += entered
         recorded = RecordedModule(name, module, entered)
         self.modules.append(recorded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,18 @@ from dualform.arrays import Bools
 from dualform.errors import DualformError
 from dualform.layers.keys import Keys, OneHot, Patches, Vectors, keys_of
 from dualform.layers.layer import Layer
+from dualform.layers.projected import DEFAULT_SIZE, layer_seed, projected_layer
 from dualform.layers.rows import Layout
 from dualform.layers.slot_source import Errors, LayerSlots
 from dualform.projection import norm_of_tensor, wide_enough
 from dualform.record.columns import Batch
 from dualform.record.curvature import counted
 from dualform.record.forward_pass import ForwardPass
+from dualform.record.keep import Keep, keep_of, sums_rows
 from dualform.record.parameters import RecordedParameter, norm_of_rows
-from dualform.record.row_gradients import SlotsOfCall, summed
+from dualform.record.row_gradients import SlotsOfCall, projected, summed
 from dualform.store.encoding import Encoded, EncodeRequest, encode_numbers
+from dualform.store.format import MIXED, SUMMED
 from dualform.store.memory import Pool
 from dualform.store.records import Block
 
@@ -42,22 +45,35 @@ class StoreAs:
     """What is kept of a slot, and how."""
 
     dtype: str
-    keep: str
+    keep: Keep
+    """As the user said it: for all layers, or by names and globs."""
     pool: Pool
     errors: bool = True
     """Whether error signals are of use; else those that take a second computation are left out."""
     curvature_every: int = 0
     """In one step of so many, the curvature of slots that are summed is counted; 0: in none."""
 
-    @property
-    def sums_rows(self) -> bool:
-        """Whether the slots of a row are summed where that takes less."""
-        return self.keep == "rows"
+    projection: int = DEFAULT_SIZE
+    """How many numbers keep="projected" leaves of a key and of an error signal."""
+    every: int = 1
+    """The slots of one step in so many are kept."""
 
     @property
-    def keeps_errors(self) -> bool:
-        """Whether error signals are stored."""
-        return self.keep != "keys" and self.errors
+    def one_keep(self) -> str:
+        """What is kept of all layers, or that it differs."""
+        kinds = {self.keep} if isinstance(self.keep, str) else set(self.keep.values())
+        return kinds.pop() if len(kinds) == 1 else MIXED
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether any layer sums the slots of a row where that takes less."""
+        return sums_rows(self.keep)
+
+    def stored(self, layer: Layer, seed: int) -> Layer:
+        """A layer as the store has it. seed: the recording's."""
+        keep = keep_of(layer.name, self.keep)
+        kept = replace(layer, keep=keep)
+        return projected_layer(kept, self.projection, layer_seed(seed, layer.name)) if keep == "projected" else kept
 
 
 @dataclass(eq=False, slots=True)
@@ -142,8 +158,12 @@ class CallSlots:
 class RecordedLayer:
     """The slots of one layer since its last update."""
 
-    def __init__(self, number: int, layer: Layer, parameters: dict[str, RecordedParameter], store_as: StoreAs):
+    def __init__(
+        self, number: int, layer: Layer, parameters: dict[str, RecordedParameter], store_as: StoreAs, seed: int = 0
+    ):
         self.number, self.layer, self._store_as = number, layer, store_as
+        self.stored = store_as.stored(layer, seed)
+        """As the store has it: the slots of a projected layer are shorter."""
         self.uses = [(use, parameters[use.parameter]) for use in layer.uses]
         self.calls: dict[int, list[Call]] = {}
         """By backward pass."""
@@ -212,14 +232,16 @@ class RecordedLayer:
         for use, parameter in self.uses:
             if parameter.tensor.requires_grad:
                 parameter.add(task, use, keys, errors, error_size, key_size)
-        if self._store_as.sums_rows:
+        if self.stored.keep in SUMMED:
             in_place_of_slots = self._summed(call, slots, keys, errors)
             if in_place_of_slots is not None:
                 return in_place_of_slots
         to_copy = self._keys_to_copy(call, slots.keys, key_norms, slots.source())
-        if self._store_as.keeps_errors and self.layer.outputs:
+        if not self._store_as.errors or self.stored.keep == "keys":
+            return to_copy
+        if self.layer.outputs:
             to_copy.append((call, "errors", EncodeRequest(errors[:, list(self.layer.outputs)], self._error_name, None)))
-        elif self._store_as.keeps_errors:
+        else:
             to_copy.append((call, "errors", EncodeRequest(errors, self._error_name, error_norms)))
         return to_copy
 
@@ -229,26 +251,35 @@ class RecordedLayer:
         """Sum the slots of each row, where that takes less to store; None where it does not."""
         kept = errors[:, list(self.layer.outputs)] if self.layer.outputs else errors
         given = SlotsOfCall(self.layer, slots.layout.rows, slots.keys, keys, kept, call.silent)
+        if self.stored.projected_from is not None:
+            given = projected(given, self.stored)
         sums = summed(given)
         if sums is None:
-            return None
+            return self._projected(call, given) if given.layer is self.stored else None
         every = self._store_as.curvature_every
         if every and call.batch.step % every == 0:
-            call.curvature = counted(self.layer, keys, kept, call.silent)
+            call.curvature = counted(self.stored, given.keys, given.errors, given.silent)
         call.sums = sums.known
         call.positions = sums.positions
         call.silent = sums.silent
         call.may_repeat = False
         if sums.errors is None:
-            call.shape = (0, *call.shape[1:]) if call.shape else ()
+            call.shape = (0, *call.shape[1:]) if self.stored.form == "maps" else ()
             return [(call, "keys", EncodeRequest(sums.keys, f"{self.layer.name}.gradient"))]
         errors_to_copy = (call, "errors", EncodeRequest(sums.errors, self._error_name))
         return [*self._keys_to_copy(call, sums.keys), errors_to_copy]
 
+    def _projected(self, call: Call, given: SlotsOfCall) -> list[tuple[Call, str, EncodeRequest]]:
+        """Projected slots that take less than their sum would."""
+        call.may_repeat = False
+        call.shape = ()
+        keys = (call, "keys", EncodeRequest(given.stored_keys, self._key_name))
+        return [keys, (call, "errors", EncodeRequest(given.errors, self._error_name))]
+
     def _keys_to_copy(
         self, call: Call, keys: Tensor, norms: Tensor | None = None, source: Hashable | None = None
     ) -> list[tuple[Call, str, EncodeRequest]]:
-        if self.layer.form == "numbers":
+        if self.stored.form == "numbers":
             call.keys = encode_numbers(keys)
             return []
         request = EncodeRequest(keys, self._key_name, norms, as_they_are=True, source=source)

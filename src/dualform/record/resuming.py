@@ -55,7 +55,7 @@ class EarlierRecording:
     ) -> Manifest:
         """Check that model and settings are those of the recording at that step. Returns the manifest to go on with."""
         earlier = self.manifest
-        for name in ("keep", "dtype", "layers", "parameters", "base"):
+        for name in ("keep", "every", "dtype", "layers", "parameters", "base"):
             self._compare_setting(name, getattr(earlier, name), getattr(new, name))
         Checkpoint(self._store, earlier).compare(steps)
         steps.first_row = _next_row(earlier)

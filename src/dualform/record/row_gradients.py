@@ -20,6 +20,7 @@ from dualform.arrays import Bools
 from dualform.errors import BatchError
 from dualform.layers.keys import Keys, Patches, Vectors
 from dualform.layers.layer import Layer
+from dualform.layers.projected import SlotViews
 from dualform.store.records import RowSums
 
 
@@ -53,6 +54,8 @@ class SlotsOfCall:
     """(rows × positions, kept outputs)"""
     silent: Bools | None
     """(rows × positions,): which slots wrote nothing; None: none."""
+    groups: int = 1
+    """How many of these stand for one slot: the groups of a projected convolution."""
 
     @property
     def positions(self) -> int:
@@ -83,7 +86,7 @@ class SlotsOfCall:
         written = len(self.errors)
         if self.silent is not None:
             written -= int(self.silent.sum())
-        return RowSums(is_gradient, self.positions, written)
+        return RowSums(is_gradient, self.positions // self.groups, written // self.groups)
 
 
 def summed(slots: SlotsOfCall) -> CallSums | None:
@@ -94,7 +97,7 @@ def summed(slots: SlotsOfCall) -> CallSums | None:
         return _summed_parts(slots)
     if slots.layer.form == "numbers":
         return _summed_by_number(slots)
-    if not is_smaller(slots.layer, slots.numbers_a_row):
+    if slots.groups == 1 and not is_smaller(slots.layer, slots.numbers_a_row):
         return None
     known = slots.known(is_gradient=True)
     return CallSums(known, gradients_of_rows(slots), None, 1, slots.silent_rows())
@@ -103,6 +106,16 @@ def summed(slots: SlotsOfCall) -> CallSums | None:
 def is_smaller(layer: Layer, numbers: float) -> bool:
     """Whether the gradient of a row takes less than its slots. numbers: how many these have, keys and error signals together."""
     return layer.gradient_size < numbers
+
+
+def projected(slots: SlotsOfCall, stored: Layer) -> SlotsOfCall:
+    """The same slots as a projected layer has them."""
+    views = SlotViews.of(stored)
+    keys = views.keys(slots.keys)
+    errors = views.errors(slots.errors)
+    groups = views.groups
+    silent = slots.silent if slots.silent is None else np.repeat(slots.silent, groups)
+    return SlotsOfCall(stored, slots.rows, keys, Vectors(keys), errors, silent, groups)
 
 
 def _summed_parts(slots: SlotsOfCall) -> CallSums:

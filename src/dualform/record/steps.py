@@ -132,6 +132,8 @@ class StepBuilder:
         self._on_unexplained = on_unexplained
         self.first_row = 0
         """The number of the first row that is recorded: more than 0 in a resumed recording."""
+        self._kept_vectors: dict[RecordedParameter, bool] = {}
+        """Of biases and elementwise weights: whether their gradients are stored, beside the slots."""
 
     @property
     def recorded(self) -> Collection[int]:
@@ -227,7 +229,14 @@ class StepBuilder:
 
     def _is_kept(self, parameter: RecordedParameter) -> bool:
         """Whether the gradients of a parameter are stored, beside the slots."""
-        return not parameter.is_matrix and self._passes.store_as.keep != "keys"
+        if parameter.is_matrix:
+            return False
+        known = self._kept_vectors.get(parameter)
+        if known is None:
+            # Sums of them are of use only where the slots explain them
+            known = any(layer.stored.explains_gradients for layer in self._layers_of(parameter))
+            self._kept_vectors[parameter] = known
+        return known
 
     def _store_slots(self, factors: Mapping[RecordedParameter, Mapping[int, float]], update: Update) -> None:
         """Store the slots of the backward passes that take part in an update. factors: of each parameter, by backward pass."""

@@ -15,15 +15,18 @@ import polars as pl
 
 from dualform.arrays import Ints
 from dualform.layers.layer import COUNT_LIMIT, Geometry, Layer, Use, spans
+from dualform.layers.projected import projected_layer
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
     DTYPES,
     KEEPS,
+    MIXED,
     NO_ROW,
     ROWS,
     STEPS,
     SUM_FIELDS,
+    SUMMED,
     SUMS,
     TABLES,
     TOTAL_KINDS,
@@ -58,7 +61,7 @@ LINE_BYTES = 16
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of a manifest fit each other."""
-    _require_one_of("keep", manifest.keep, KEEPS)
+    _require_one_of("keep", manifest.keep, (*KEEPS, MIXED))
     _require_one_of("dtype", manifest.dtype, tuple(DTYPES))
     nbytes = sum(file.size for _, file in manifest.files())
     _check_columns(manifest)
@@ -69,6 +72,8 @@ def check_manifest(manifest: Manifest) -> None:
     _check_snapshots(manifest)
     if manifest.totals is not None:
         _check_totals(manifest, manifest.totals)
+    if manifest.every < 1:
+        raise ValueError(f"every is {manifest.every}; expected at least 1")
     lines = sum(file.lines or 0 for _, file in manifest.files())
     if LINE_BYTES * lines > table_limit(nbytes):
         raise ValueError(f"its tables have {lines:,} lines, which {nbytes:,} bytes cannot hold")
@@ -102,9 +107,24 @@ def _check_layers(manifest: Manifest) -> None:
     parameters = {parameter.name: parameter for parameter in manifest.parameters}
     _require_distinct("layers", [layer.name for layer in manifest.layers])
     for layer in manifest.layers:
-        _check_layer(layer, parameters)
+        _check_kept(layer, manifest)
+        _check_layer(layer.in_network, parameters)
     if any(axis >= MAX_AXES for axis in manifest.batch_axis.values()):
         raise ValueError(f"batch_axis names an axis that no tensor has: {shortened(manifest.batch_axis)}")
+
+
+def _check_kept(layer: Layer, manifest: Manifest) -> None:
+    """A layer keeps what the manifest says, and is projected as its own seed says."""
+    _require_one_of(f"keep of layer {layer.name!r}", layer.keep, KEEPS)
+    if layer.keep != manifest.keep and manifest.keep != MIXED:
+        raise ValueError(f"layer {layer.name!r} keeps {layer.keep!r}, and the store {manifest.keep!r}")
+    origin = layer.projected_from
+    if origin is None:
+        return
+    if origin.size < 1 or origin.layer.projected_from is not None or layer.keep != "projected":
+        raise ValueError(f"layer {layer.name!r} is projected in a way that there is not")
+    if projected_layer(origin.layer, origin.size, origin.seed) != layer:
+        raise ValueError(f"layer {layer.name!r} is not what its projection makes of it")
 
 
 def _check_layer(layer: Layer, parameters: dict[str, Parameter]) -> None:
@@ -264,7 +284,7 @@ def _check_layer_tensors(file: CheckedFile[Any], manifest: Manifest, number: int
     if f"{number}.silent" in file:
         _require_tensor(file, f"{number}.silent", "BOOL", (slots,))
     slots -= _check_gradients(file, manifest, number)
-    if manifest.keep != "keys" and slots:
+    if layer.keep != "keys" and slots:
         _require_tensor(file, f"{number}.errors", _stored_type(manifest), (slots, layer.kept_outputs))
         _check_exponents(file, manifest, f"{number}.error_exponents", slots)
     if layer.form == "numbers":
@@ -279,8 +299,8 @@ def _check_gradients(file: CheckedFile[Any], manifest: Manifest, number: int) ->
     gradients = f"{number}.gradients"
     if sums not in file and gradients not in file:
         return 0
-    if manifest.keep != "rows":
-        raise ValueError(f"it has the gradients of rows, but keeps {manifest.keep!r}")
+    if manifest.layers[number].keep not in SUMMED:
+        raise ValueError(f"it has the gradients of rows, but keeps {manifest.layers[number].keep!r}")
     blocks = file.shape(f"{number}.blocks")[0]
     _require_tensor(file, sums, "I64", (blocks, len(SUM_FIELDS)))
     if gradients not in file:
@@ -335,8 +355,10 @@ def _require_tensor(file: CheckedFile[Any], name: str, dtype: str, shape: Shape)
         raise ValueError(f"{name!r} is {file.dtype(name)} {list(actual)}, expected {dtype} {list(shape)}")
 
 
-def check_blocks(table: Ints, layer: Layer, slots: int, label: Label) -> None:
+def check_blocks(table: Ints, layer: Layer, slots: int, label: Label, manifest: Manifest) -> None:
     """Raise ValueError if the blocks of a layer, (blocks, 7), name steps or rows that are not in the chunk. slots: how many the layer has."""
+    if manifest.every > 1 and not all(map(manifest.keeps_step, np.unique(table[:, 0]).tolist())):
+        raise ValueError(f"the blocks of {layer.name!r} name steps whose slots were not to be kept")
     if len(table) and not (_are_steps(table, label) and _are_rows(table, slots, label)):
         raise ValueError(f"the blocks of {layer.name!r} name steps or rows that are not in the chunk")
 

@@ -21,7 +21,7 @@ from dualform.errors import StoreDamagedError, StoreError, StoreMissingError, St
 from dualform.layers.layer import Count, Layer
 from dualform.store.files import Files, address
 
-VERSION = 5
+VERSION = 6
 MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 SLOTS, ROWS, UPDATES, STEPS = "slots.safetensors", "rows.parquet", "updates.parquet", "steps.parquet"
@@ -29,7 +29,11 @@ SUMS = "totals.safetensors"
 TABLES = (ROWS, UPDATES, STEPS)
 CHUNK_FILES = (SLOTS, *TABLES)
 
-KEEPS = ("slots", "rows", "keys", "totals")
+KEEPS = ("slots", "rows", "projected", "keys", "totals")
+SUMMED = ("rows", "projected")
+"""Those that sum the slots of a row where that takes less."""
+MIXED = "mixed"
+"""What a manifest says if it is not the same for all layers."""
 TOTAL_KINDS = ("keys", "deltas", "both")
 """What totals keep of each group: the sum of its keys, its part of the weights, or both."""
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "int16", "float64": "float64"}
@@ -188,13 +192,20 @@ class Manifest:
     rows: dict[str, RowEvidence] = field(default_factory=dict)
     """By layer: how it is known which row a slot belongs to."""
     settings: dict[str, str] = field(default_factory=dict)
+    every: Count = 1
+    """The slots of one step in so many are kept."""
     base: dict[str, str] = field(default_factory=dict)
     """Checksums of the frozen weights that are not stored, by name: those under adapters, and quantised ones."""
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether every gradient can be put together again from what is kept of its slots."""
-        return self.keep in ("slots", "rows")
+        return self.keep != "totals" and self.every == 1 and all(layer.explains_gradients for layer in self.layers)
+
+    def keeps_step(self, step: int) -> bool:
+        """Whether the slots of a step are kept: of every so many steps one, drawn at random, for epochs may be as long."""
+        window, place = divmod(step, self.every)
+        return place == xxhash.xxh32_intdigest(f"{self.run} {window}".encode()) % self.every
 
     @property
     def end_step(self) -> int:

@@ -59,7 +59,13 @@ class Labels:
         """Return a checksum of everything that determines how slots are read, for this number of layers and parameters."""
         if (layers, parameters) not in self._layouts:
             manifest = self._manifest
-            described = [manifest.keep, manifest.dtype, manifest.layers[:layers], manifest.parameters[:parameters]]
+            described = [
+                manifest.keep,
+                manifest.every,
+                manifest.dtype,
+                manifest.layers[:layers],
+                manifest.parameters[:parameters],
+            ]
             self._layouts[layers, parameters] = checksum(compact_json(described).encode())
         return self._layouts[layers, parameters]
 

@@ -19,7 +19,7 @@ from dualform.store.catalog import cached_method
 from dualform.store.chunk_files import ChunkFiles
 from dualform.store.encoding import Encoded, decode
 from dualform.store.files import Files
-from dualform.store.format import ROWS, SLOTS, STEPS, UPDATES, Manifest
+from dualform.store.format import ROWS, SLOTS, STEPS, SUMMED, UPDATES, Manifest
 from dualform.store.memory import give_back
 from dualform.store.slots import SlotChunk, stored_vectors
 from dualform.store.tables import row_series, row_types
@@ -73,12 +73,24 @@ class Store(ChunkFiles):
     @cached_method
     def is_summed(self, name: str) -> bool:
         """Whether slots of a layer were summed row by row when they were recorded: then single positions are lost."""
-        if self.manifest.keep != "rows":
+        _, layer = self.layer(name)
+        if layer.keep not in SUMMED:
             return False
         return any(chunk.is_summed for chunk in self.addresses(name))
 
+    def has_no_positions(self, name: str) -> bool:
+        """Whether a layer's single keys and error signals are lost: its rows were summed, or projected."""
+        _, layer = self.layer(name)
+        return layer.projected_from is not None or self.is_summed(name)
+
     def why_no_positions(self, name: str) -> str:
-        """Return why a layer whose rows were summed has no single positions, and what to do."""
+        """Return why a layer has no single positions, and what to do."""
+        _, layer = self.layer(name)
+        if layer.projected_from is not None:
+            return (
+                f'layer {name!r} keeps random projections of its slots (keep="projected" in {self.location}), so single keys, error signals '
+                f'and attention weights are not known. Ask contributions() or influence() by row, or record with keep="slots".'
+            )
         return (
             f'layer {name!r} keeps what each row adds up to over its positions (keep="rows" in {self.location}), so single positions, '
             f'their keys and attention weights are not known. Ask contributions() or influence() by row, or record with keep="slots".'

@@ -148,9 +148,14 @@ class Step:
 
     def drop_slots(self, pool: Pool) -> None:
         """Keep nothing that grows with the number of steps: the slots are in the totals. Doing so again changes nothing."""
+        self.drop_blocks(pool)
+        self.rows, self.updates, self.log = [], [], {}
+        self._nbytes = 0
+
+    def drop_blocks(self, pool: Pool) -> None:
+        """Keep no slots of this step. Doing so again changes nothing."""
         while self.blocks:
             self.blocks.pop().give_back(pool)
-        self.rows, self.updates, self.log = [], [], {}
         self._nbytes = 0
 
     @property

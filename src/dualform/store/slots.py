@@ -18,7 +18,7 @@ from dualform.layers.keys import Keys, KeysOrGradients, OneHot, Patches, RowGrad
 from dualform.layers.layer import Layer
 from dualform.store.consistency import check_blocks, check_sums
 from dualform.store.encoding import Encoded, decode
-from dualform.store.format import NO_ROW, Chunk
+from dualform.store.format import NO_ROW, Chunk, Manifest
 from dualform.store.labels import Label
 from dualform.store.tensors import TensorFile
 
@@ -29,6 +29,10 @@ PIECE_BYTES = 8 << 20
 
 class KeyStore(Protocol):
     """What holds the keys of all chunks."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store says of itself."""
 
     def gather(self, number: int, what: str, wanted: Ints, dtype: torch.dtype) -> Tensor:
         """Keys of a layer by their numbers."""
@@ -55,7 +59,7 @@ class SlotChunk:
         """(blocks, 7): step, backward, call, first_row, rows, positions, arrival; up to end_step."""
         table: Ints = self.file[f"{self.number}.blocks"].numpy()
         try:
-            check_blocks(table, self.layer, self.written["slots"][self.number], self.written)
+            check_blocks(table, self.layer, self.written["slots"][self.number], self.written, self.store.manifest)
         except ValueError as error:
             raise self._damaged(str(error)) from None
         table = table[table[:, 0] < self.chunk.end_step]

@@ -21,6 +21,7 @@ from dualform.store.lock import locked
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import group_types
+from dualform.store.unkept import require_gradients
 from dualform.store.writer import NewTotals, write_totals
 from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
@@ -67,6 +68,8 @@ def _possible_kind(store: Store, kind: str) -> str:
     """Return the kind of totals that was asked for, or of "both" the kind that was recorded."""
     if kind not in TOTAL_KINDS:
         raise QuestionError(f"kind={kind!r}: expected one of {', '.join(map(repr, TOTAL_KINDS))}.")
+    if store.manifest.keep != "keys" or store.manifest.every > 1:
+        require_gradients(store, f"kind={kind!r}")
     summed = [layer.name for layer in store.manifest.layers if store.is_summed(layer.name)]
     if summed and kind == "keys":
         raise NotRecordedError(

@@ -14,6 +14,7 @@ from dualform.curvature.loss_mean import LOSS_MEANS, RECORDED_MEAN, LossMean
 from dualform.dual.gradients import compute_dtype
 from dualform.errors import QuestionError
 from dualform.layers.layer import Layer
+from dualform.layers.projected import project_queries
 from dualform.progress import Progress, report
 from dualform.query.forward import Captured, output_of, run
 from dualform.query.influence.answers import Influence, RowInfluenceScorer
@@ -90,7 +91,9 @@ def estimate(
     questions = []
     for segment in report("queries", found, progress):
         model = model_at(segment.moment).eval()
-        captured = run(model, layers, reader.inputs, reader.rows, store.manifest.batch_axis, aim)
+        captured = run(
+            model, [layer.in_network for layer in layers], reader.inputs, reader.rows, store.manifest.batch_axis, aim
+        )
         weight = 1.0 if collection is None else collection.weight(_checkpoint(store, segment))
         questions.append(_question(store, captured.layers, dtype, weight))
     called = [layer for layer in layers if all(layer.name in question for question in questions)]
@@ -127,6 +130,7 @@ def _question(store: Store, captured: Mapping[str, Captured], dtype: torch.dtype
         _, layer = store.layer(name)
         queries = found.queries.to("cpu", dtype)
         slopes = found.gradients.to("cpu", dtype)
+        queries, slopes = project_queries(layer, queries, slopes)
         if weight != 1.0:
             slopes = slopes * weight
         question[name] = map_queries(layer, queries, slopes)

@@ -76,11 +76,11 @@ def built_factors(store: Store, layer: Layer, segment: Segment, loss_mean: LossM
 def _why_no_curvature(layer: Layer, loss_mean: LossMean) -> str:
     if loss_mean.mean != RECORDED_MEAN:
         return (
-            f'layer {layer.name!r} keeps the gradients of rows (keep="rows"): its curvature was counted while recording, for a loss that is '
+            f"layer {layer.name!r} keeps the gradients of rows (keep={layer.keep!r}): its curvature was counted while recording, for a loss that is "
             f'a mean over {RECORDED_MEAN}. Leave loss_mean= out; or ask method="kernel" or "sketch", or record with keep="slots".'
         )
     return (
-        f'layer {layer.name!r} keeps the gradients of rows (keep="rows"), and its curvature was not counted while recording, so there is '
+        f"layer {layer.name!r} keeps the gradients of rows (keep={layer.keep!r}), and its curvature was not counted while recording, so there is "
         f'nothing to whiten with. Record with curvature=True, or with keep="slots"; or ask method="kernel" or "sketch".'
     )
 
@@ -167,6 +167,11 @@ def recorded_factors(
             files.append(file)
             counted_steps += common_steps
     is_enough = is_all_there_is or 2 * counted_steps >= length
+    if is_all_there_is and not sum(weights):
+        # Steps are counted now and then, and there may be none of them between two snapshots: the nearest stretch is taken
+        nearest = sorted(store.snapshot_steps(), key=lambda step: abs(step - segment.end))
+        files = [file for file in map(store.snapshot, nearest) if slots in file and file[slots] > 0][:1]
+        weights = [1.0] * len(files)
     if not is_enough or not sum(weights):
         return None
     shares = [weight / sum(weights) for weight in weights]
