@@ -111,6 +111,8 @@ def show_info(console: Console, info: dict[str, Any]) -> None:
     for one in info["checkpoints"]:
         rate = "" if one["learning_rate"] is None else f", learning rate {one['learning_rate']:g}"
         about.add_row("checkpoint", escape(f"{one['name']}: batches {one['begin']:,} to {one['end']:,}{rate}"))
+    if info["ranks"] > 1:
+        about.add_row("ranks", f"{info['ranks']:,}, each with a shard of its own")
     for name in ("steps", "rows", "chunks"):
         about.add_row(name, f"{info[name]:,}")
     about.add_row("disk", size_text(info["bytes"]))

@@ -74,8 +74,8 @@ def by_pipeline_stage(mesh):
     return PipelineStage(network(), 0, 1, torch.device("cpu"))
 
 
-def by_distributed_data_parallel(mesh):
-    return nn.parallel.DistributedDataParallel(network())
+def by_distributed_data_parallel_within(mesh):
+    return nn.Sequential(nn.parallel.DistributedDataParallel(network()))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -88,7 +88,11 @@ def by_distributed_data_parallel(mesh):
         (by_tensor_parallelism, "tensor parallelism splits", "'1.weight' is of class DTensor"),
         (by_pipeline, "pipeline parallelism runs", "the model is of class Pipe"),
         (by_pipeline_stage, "pipeline parallelism runs", "the model is of class PipelineStage"),
-        (by_distributed_data_parallel, "DistributedDataParallel runs", "the model is of class DistributedDataParallel"),
+        (
+            by_distributed_data_parallel_within,
+            "DistributedDataParallel within a model runs",
+            "'0' is of class DistributedDataParallel",
+        ),
     ],
 )
 def test_what_pytorch_has(path, mesh, make, name, where):

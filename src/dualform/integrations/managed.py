@@ -16,10 +16,9 @@ from dualform.errors import RecordingError
 from dualform.query.dual import open as open_run
 from dualform.record import Recorder, record
 from dualform.record.choose import EXCLUDED
-from dualform.store.catalog import Catalog
 from dualform.store.files import files_at
 from dualform.store.format import read_manifest
-from dualform.store.reader import Store
+from dualform.store.run import open_store
 from dualform.store.samples import with_earlier, write_samples
 
 GLOBAL_STEP = "global_step"
@@ -59,7 +58,7 @@ class ManagedRecording:
             excluded = dict.fromkeys(excluded, EXCLUDED)
         samples = self._samples
         if samples is not None and resume is not False:
-            samples = with_earlier(samples, Catalog(files_at(self.path)).samples())
+            samples = with_earlier(samples, open_store(files_at(self.path)).samples())
         self.recorder = record(
             model,
             optimizers,
@@ -95,7 +94,7 @@ class ManagedRecording:
         """Return how many steps were recorded when a framework had counted `global_step`; False if it has not begun."""
         if global_step == 0:
             return False
-        log = Store(files_at(self.path)).log
+        log = open_store(files_at(self.path)).log
         steps = log.filter(pl.col(GLOBAL_STEP) <= global_step)["step"].to_list() if GLOBAL_STEP in log.columns else []
         if not steps:
             raise RecordingError(

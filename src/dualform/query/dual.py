@@ -48,6 +48,7 @@ from dualform.query.targets import Target, TargetReader, predicts_next_token
 from dualform.store.collection import collection_of, refuse_collected
 from dualform.store.files import Files, files_at
 from dualform.store.reader import Store
+from dualform.store.run import open_store
 from dualform.store.unkept import require_gradients
 
 COUNTERS = ("step", "mu_product")
@@ -64,7 +65,7 @@ def open(
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """
     files = path if isinstance(path, Files) else files_at(path)
-    store = Store(files)
+    store = open_store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     return Dual(store, model, store.end_step, executor)
 
@@ -193,7 +194,7 @@ class Dual:
 
     def reopened(self) -> Dual:
         """Return the same, read from the disk anew: totals may have been built since."""
-        return Dual(Store(self.store.files), self._model, self.end_step, self._executor)
+        return Dual(open_store(self.store.files), self._model, self.end_step, self._executor)
 
     # Questions
 

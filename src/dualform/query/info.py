@@ -10,6 +10,7 @@ from dualform.dual.verify import not_finite_from
 from dualform.store.collection import collection_of, spans_of
 from dualform.store.format import Mark
 from dualform.store.reader import Store
+from dualform.store.shards import RANKS
 
 
 def marks(store: Store, end: int) -> dict[str, Mark]:
@@ -26,6 +27,7 @@ def store_info(store: Store, end: int) -> dict[str, Any]:
         "initial": manifest.initial,
         "created_by": manifest.created_by,
         "ended": manifest.ended or "not yet, or killed: what is sealed is here",
+        "ranks": int(manifest.settings.get(RANKS, "1")),
         "steps": store.end_step,
         "rows": _row_count(store),
         "keep": manifest.keep,

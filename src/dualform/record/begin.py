@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from dualform.layers.row_proof import BatchAxes
 from dualform.record.choose import EXCLUDED, Choice, ChosenModule, choose, matching, summary
 from dualform.record.curvature import EVERY, OnlineCurvature, counts_summed
 from dualform.record.disk_space import DiskSpace
+from dualform.record.exchange import Exchange
 from dualform.record.finished import FinishedSteps, snapshot_of
 from dualform.record.fixed_weights import collection_settings
 from dualform.record.forward_pass import ON_UNCLEAR_ROWS, RowFinder
@@ -26,17 +28,16 @@ from dualform.record.manifest import new_manifest
 from dualform.record.optimizers import optimizer_list, refuse_not_replayed, refuse_some_rows, warn_not_replayed
 from dualform.record.outputs import keep_outputs
 from dualform.record.passes import PendingPasses
+from dualform.record.ranks import inner_network, is_parallel, ranks_of
 from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
 from dualform.record.recording import ON_WRITE_ERROR, Recording
-from dualform.record.resuming import EarlierRecording
+from dualform.record.shard import begin_run, open_place, refuse_with_ranks
 from dualform.record.steps import ON_UNEXPLAINED, StepBuilder
 from dualform.record.totals import OnlineTotals, TotalsRequest, has_deltas, requested_groupings
 from dualform.record.unsupported import refuse_unsupported
 from dualform.store import format as store
-from dualform.store.files import WritableFiles, files_at
 from dualform.store.format import Grouping
-from dualform.store.lock import prepare
 from dualform.store.memory import Pool
 from dualform.store.writer import Writer
 
@@ -111,10 +112,10 @@ def record(
     _check_value("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS)
     _check_value("on_unexplained", on_unexplained, ON_UNEXPLAINED)
     _check_value("on_write_error", on_write_error, ON_WRITE_ERROR)
-    refuse_unsupported(model, optimizer)
-    if not isinstance(model, nn.Module):
+    network = inner_network(model)
+    refuse_unsupported(network, optimizer)
+    if not isinstance(model, nn.Module) or not isinstance(network, nn.Module):
         raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
-    network = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
     optimizers = optimizer_list(optimizer)
     store_as = StoreAs(dtype or "", keep, Pool(queue_bytes), projection=projection, every=every)
     one_keep = store_as.one_keep
@@ -130,13 +131,20 @@ def record(
     axes = _checked_axes(batch_axis, choice.modules)
     _warn_of_left_out(choice.left_out)
 
-    files = files_at(path)
-    earlier = _earlier_recording(files, resume, overwrite=overwrite)
+    ranks = ranks_of(model)
+    if ranks is not None:
+        ranks.refuse_unsupported()
+        refuse_with_ranks(groupings=groupings, curvature=bool(curvature), on_write_error=on_write_error)
+        curvature = False
+    files, earlier = open_place(path, ranks, resume, overwrite=overwrite)
     if earlier is None:
         seed = private_seed()
     else:
         seed = earlier.seed
         earlier.sort(choice.recorded)
+    if ranks is not None:  # all see gradients through the same R
+        seed = ranks.gather(seed)[0]
+    exchange = None if ranks is None else Exchange(ranks, chunk_bytes)
 
     if dtype is None:
         dtype = _default_dtype(choice.recorded)
@@ -150,15 +158,20 @@ def record(
     passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
     for chosen in choice.recorded:
         passes.enter(chosen.name, chosen.module, chosen.layers, chosen.parameters)
-    steps = StepBuilder(passes, optimizers, on_unexplained=on_unexplained)
+    steps = StepBuilder(passes, optimizers, on_unexplained=on_unexplained, exchange=exchange)
     steps.watch.refuse_shared()
 
-    manifest = new_manifest(passes, choice, axes, {**_beginning(initial), **collection_settings(optimizers)})
+    settings = {**_beginning(initial), **collection_settings(optimizers), **({} if ranks is None else ranks.settings)}
+    manifest = new_manifest(passes, choice, axes, settings)
+    if ranks is not None:
+        manifest = replace(manifest, run=ranks.gather(manifest.run)[0])
     kept_totals = None
     if earlier is not None:
         manifest = earlier.go_on(manifest, passes, steps, groupings)
         kept_totals = earlier.totals(groupings)
     weights = snapshot_of(network, steps)
+    # DistributedDataParallel calls its module with what it was given itself
+    called = model.get_submodule("module") if is_parallel(model) else model
     sums = OnlineTotals(manifest, groupings, totals_bytes, weights, kept_totals) if groupings else None
     curvatures = OnlineCurvature(only_summed=not curvature) if curvature or counts_sums else None
     writer = Writer(files, manifest, store_as.pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
@@ -167,7 +180,10 @@ def record(
         finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
         if one_keep != "totals":
             finished.disk_space = DiskSpace(writer, expected_steps)
-        recording = Recording(network, model, writer, passes, steps, finished, choice.waiting, on_write_error)
+        recording = Recording(network, called, writer, passes, steps, finished, choice.waiting, on_write_error)
+        if ranks is not None:
+            begin_run(path, ranks, manifest.run, is_new=earlier is None)
+            recording.path = Path(path)
         return Recorder(recording)
     except BaseException:
         # The user has no recorder to close: unlock the folder and remove the hooks
@@ -232,14 +248,6 @@ def _warn_of_left_out(left_out: Mapping[str, str]) -> None:
     reasons = {name: reason for name, reason in left_out.items() if reason != EXCLUDED}
     if reasons:
         warnings.warn(f"not recorded: {summary(reasons)}", stacklevel=3)
-
-
-def _earlier_recording(files: WritableFiles, resume: bool | int, *, overwrite: bool) -> EarlierRecording | None:
-    """The recording to resume, if the user asks for that. Otherwise the folder is prepared for a new one."""
-    if resume is False:
-        prepare(files, overwrite=overwrite)
-        return None
-    return EarlierRecording(files, None if resume is True else resume)
 
 
 def _default_dtype(modules: Sequence[ChosenModule]) -> str:

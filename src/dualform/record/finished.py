@@ -115,6 +115,9 @@ class FinishedSteps:
         """Watches the disk, if it fills with the steps."""
         self._since_snapshot = 0
         self._steps_since_snapshot = 0
+        self.exchange = steps.exchange
+        if self.exchange is not None:
+            self.exchange.wants_snapshot = self._is_snapshot_wanted
         # A resumed recording begins with a snapshot of everything
         self._stored_frozen = {} if writer.manifest.end_step else frozen_checksums(model, steps)
         first = snapshot_of(model, steps, self._stored_frozen)
@@ -142,6 +145,8 @@ class FinishedSteps:
             self._go_on_without_totals()
         if self.totals is None:
             self._writer.put(step, self.columns or ())
+            if self.exchange is not None and self.exchange.has_put(nbytes):
+                self._writer.seal()
         else:
             with INTERRUPTS.held((self, "totals")):
                 self.totals.add(step)
@@ -202,6 +207,10 @@ class FinishedSteps:
 
     @property
     def is_snapshot_due(self) -> bool:
+        """Whether it is time for one: for all ranks at the same step, if there are several."""
+        return self._is_snapshot_wanted() if self.exchange is None else self.exchange.stores_snapshot
+
+    def _is_snapshot_wanted(self) -> bool:
         """Whether enough was stored since the last one."""
         manifest = self._writer.manifest
         if manifest.keeps_gradients or manifest.keep in ("keys", "totals"):

@@ -16,8 +16,12 @@ from dualform.arrays import Array
 from dualform.projection import Projected, wide_enough
 from dualform.record import audit
 from dualform.record.edits import OptimizerWatch
+from dualform.record.exchange import Exchange
 from dualform.record.optimizers import Numbers
 from dualform.record.parameters import PassShare, RecordedParameter
+
+NO_VERDICT = audit.Verdict([], math.nan, explained=False)
+"""Of a gradient that is yet to be compared."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class ExplainedGradient:
     """The numbers by which the optimizer updates the parameter."""
     unscaled: float
     """What the optimizer multiplies the gradient by before it uses it."""
+    ranks: int = 1
+    """Over how many ranks `projected` and `shares` are sums; the gradient is the mean."""
 
     @property
     def is_rounding(self) -> bool:
@@ -44,14 +50,14 @@ class ExplainedGradient:
     @property
     def size(self) -> float:
         """About the norm of the gradient as the optimizer uses it."""
-        return self.verdict.size * self.unscaled / math.sqrt(self.parameter.columns)
+        return self.verdict.size * self.unscaled / self.ranks / math.sqrt(self.parameter.columns)
 
     def factors(self) -> dict[int, float]:
         """By backward pass: what its part of the gradient is multiplied by. Passes that take no part are left out."""
         factors = {}
         for share, factor in zip(self.shares, self.verdict.factors, strict=True):
             if factor != 0:
-                factors[share.task] = factor * self.unscaled
+                factors[share.task] = factor * self.unscaled / self.ranks
         return factors
 
     def copy(self) -> Array:
@@ -61,19 +67,24 @@ class ExplainedGradient:
         return copy if self.unscaled == 1 else copy * self.unscaled
 
 
-def explain_gradients(watch: OptimizerWatch) -> list[ExplainedGradient]:
-    """Explain the gradient of each recorded parameter of an optimizer that has one."""
+def explain_gradients(watch: OptimizerWatch, exchange: Exchange | None = None) -> list[ExplainedGradient]:
+    """Explain the gradient of each recorded parameter of an optimizer that has one. exchange: with the other ranks, if there are any."""
     gradients = []
     unscaled = watch.unscaled()
     for parameter, settings in zip(watch.recorded, watch.settings(), strict=True):
         gradient = parameter.tensor.grad
         if gradient is not None:
-            gradients.append(_explained(parameter, gradient, settings, unscaled))
+            gradients.append(_seen(parameter, gradient, settings, unscaled))
+    if exchange is not None:
+        exchange.sum_over_ranks(watch, gradients)
+    for one in gradients:
+        one.verdict = _verdict(one)
     _share_factors(gradients)
     return gradients
 
 
-def _explained(parameter: RecordedParameter, gradient: Tensor, settings: Numbers, unscaled: float) -> ExplainedGradient:
+def _seen(parameter: RecordedParameter, gradient: Tensor, settings: Numbers, unscaled: float) -> ExplainedGradient:
+    """A gradient and the passes that have added to it, before they are compared."""
     projected = parameter.project(gradient)
     shares = [share for share in parameter.shares if share.counted]
     coarse = [share for share in shares if share.coarse_dtype is not None]
@@ -81,11 +92,13 @@ def _explained(parameter: RecordedParameter, gradient: Tensor, settings: Numbers
         hidden = parameter.hidden_part(gradient, projected)
         roundoffs = [parameter.bound_coarse_error(share, hidden) for share in coarse]
         settings = {**settings, "autocast": max(roundoffs)}
-    if all(share.audited for share in shares):
-        verdict = audit.explain(shares, projected, parameter.roundoff)
-    else:
-        verdict = audit.unaudited(shares)
-    return ExplainedGradient(parameter, gradient, projected, shares, verdict, settings, unscaled)
+    return ExplainedGradient(parameter, gradient, projected, shares, NO_VERDICT, settings, unscaled)
+
+
+def _verdict(gradient: ExplainedGradient) -> audit.Verdict:
+    if all(share.audited for share in gradient.shares):
+        return audit.explain(gradient.shares, gradient.projected, gradient.parameter.roundoff)
+    return audit.unaudited(gradient.shares)
 
 
 def _share_factors(gradients: Sequence[ExplainedGradient]) -> None:

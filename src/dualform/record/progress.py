@@ -88,14 +88,14 @@ class StepProgress:
             within = sys._getframe(1)  # optimizer.step()
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
             if closure is None:
-                guarded(self._begin_update, number, within)
+                guarded(self._attempt_update, number, within)
                 return None
 
             def recorded() -> Any:
                 self._finish_update()  # some optimizers call the closure again after they have changed the weights
                 loss = closure()
                 if self._is_attached:
-                    guarded(self._begin_update, number, within)
+                    guarded(self._attempt_update, number, within)
                 return loss
 
             if "closure" in kwargs:
@@ -119,6 +119,10 @@ class StepProgress:
         return hook
 
     # An update
+
+    def _attempt_update(self, number: int, within: FrameType) -> None:
+        with self._steps.attempt(number):
+            self._begin_update(number, within)
 
     def _begin_update(self, number: int, within: FrameType) -> None:
         """An optimizer is about to update its parameters: write it down as part of a step. within: the call of optimizer.step().

@@ -89,6 +89,8 @@ class Recording:
         """Name the rows of the next forward pass."""
         if not self._is_recording():
             return
+        if self._steps.exchange is not None:
+            self._steps.exchange.ranks.refuse_unsupported()
         self._progress.recover()
         finished = self._finished
         if self._passes.store_as.sums_rows:

@@ -20,8 +20,9 @@ from dualform.record.parameters import RecordedParameter, roundoff
 from dualform.record.passes import PendingPasses
 from dualform.record.steps import StepBuilder
 from dualform.store.collection import SETTING
+from dualform.store.cut import manifest_until
 from dualform.store.files import Files
-from dualform.store.format import Chunk, Grouping, Manifest
+from dualform.store.format import Grouping, Manifest
 from dualform.store.reader import Store
 
 LOAD_STATE = (
@@ -116,37 +117,7 @@ def _manifest_until(store: Store, step: int) -> Manifest:
             f"resume={step}: the recording in {location} is sealed up to step {store.end_step}. Go on from an earlier "
             f"checkpoint, or record into a new folder."
         )
-    chunks = [
-        chunk if chunk.end_step <= step else _cut_chunk(store, place, step)
-        for place, chunk in enumerate(manifest.chunks)
-        if chunk.first_step < step
-    ]
-    has_totals = manifest.totals is not None and manifest.totals.step == step
-    return replace(
-        manifest,
-        chunks=tuple(chunks),
-        snapshots=tuple(snapshot for snapshot in manifest.snapshots if snapshot.step <= step),
-        inexact={name: mark for name, mark in manifest.inexact.items() if mark.step < step},
-        totals=manifest.totals if has_totals else None,
-        ended=None,
-    )
-
-
-def _cut_chunk(store: Store, place: int, step: int) -> Chunk:
-    """A chunk up to a step: its files stay as they are, what comes after no longer counts."""
-    chunk = store.manifest.chunks[place]
-    rows = store.rows_in(place).filter(pl.col("step") < step).height
-    slots = []
-    keys = []
-    for number, layer in enumerate(store.manifest.layers):
-        part = store.chunk_of(layer.name, place, step)
-        if part is None:
-            slots.append(0)
-            keys.append(0)
-            continue
-        slots.append(part.slots)
-        keys.append(part.stored_keys if part.key_numbers is None else chunk.keys[number])
-    return replace(chunk, end_step=step, rows=rows, slots=tuple(slots), keys=tuple(keys))
+    return manifest_until(store, step)
 
 
 def _next_row(manifest: Manifest) -> int:

@@ -7,7 +7,9 @@ optimizer has returned.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -18,6 +20,7 @@ from dualform.arrays import Array
 from dualform.errors import UnexplainedError
 from dualform.record.columns import Batch
 from dualform.record.edits import EditWatch, Gradients, OptimizerWatch
+from dualform.record.exchange import Exchange
 from dualform.record.gradients import ExplainedGradient, explain_gradients
 from dualform.record.parameters import RecordedParameter
 from dualform.record.passes import IGNORED_HOOKS, PendingPasses
@@ -125,9 +128,18 @@ class Update:
 class StepBuilder:
     """Turns the backward passes of one recording into steps."""
 
-    def __init__(self, passes: PendingPasses, optimizers: Sequence[Optimizer], *, on_unexplained: str):
+    def __init__(
+        self,
+        passes: PendingPasses,
+        optimizers: Sequence[Optimizer],
+        *,
+        on_unexplained: str,
+        exchange: Exchange | None = None,
+    ):
+        """exchange: with the other ranks that train copies of the model, if there are any."""
         self.watch = EditWatch(optimizers, passes.parameters)
         self.optimizers = optimizers
+        self.exchange = exchange
         self._passes = passes
         self._on_unexplained = on_unexplained
         self.first_row = 0
@@ -153,12 +165,16 @@ class StepBuilder:
         update = Update(number, step, within, self._passes.last_task, others)
         self._settle_edits(update)
         update.gradients = watch.gradients()
-        gradients = explain_gradients(watch)
+        gradients = explain_gradients(watch, self.exchange)
         for gradient in gradients:
             if not gradient.verdict.explained:
                 self._report_unexplained(step.record, gradient)
         self._write(update, watch, gradients)
         return update
+
+    def attempt(self, number: int) -> AbstractContextManager[None]:
+        """Around everything that prepares an update of an optimizer: what fails is told to the other ranks, if there are any."""
+        return contextlib.nullcontext() if self.exchange is None else self.exchange.attempt(self.watch[number])
 
     def consume(self, update: Update) -> None:
         """Take the slots of an update out of the pending passes. Calling it again changes nothing."""

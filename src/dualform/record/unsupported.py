@@ -30,7 +30,12 @@ class Setup:
 
 
 SETUPS = (
-    Setup("DistributedDataParallel", "torch.nn.parallel.distributed.*", COPIES, "with record(model.module, …)"),
+    Setup(
+        "DistributedDataParallel within a model",
+        "torch.nn.parallel.distributed.*",
+        COPIES,
+        "or give record() what it wraps",
+    ),
     Setup("DataParallel", "torch.nn.parallel.data_parallel.*", COPIES, "with record(model.module, …)"),
     Setup("FSDP", "torch.distributed.fsdp.*", SHARDS, "without FullyShardedDataParallel or fully_shard()"),
     Setup("FSDP", "fairscale.*", SHARDS, "without fairscale"),
@@ -41,6 +46,7 @@ SETUPS = (
     Setup("Megatron", "megatron.*", SHARDS, "with layers of torch.nn"),
     Setup("Colossal-AI", "colossalai.*", SHARDS, "without its Booster"),
     Setup("Horovod", "horovod.*", COPIES, "without DistributedOptimizer"),
+    Setup("ZeroRedundancyOptimizer", "torch.distributed.optim.*", SHARDS, "with the plain optimizer"),
     Setup("tensor parallelism", "torch.distributed.tensor.*", SHARDS, "without parallelize_module() or tp_plan="),
     Setup("tensor parallelism", "torch.distributed._shard.*", SHARDS, "without sharded tensors"),
 )

@@ -9,4 +9,6 @@
 - Reading: `catalog` (opens a store: manifest, snapshots, totals, tables; needs no PyTorch), `chunk_files` (adds the files of chunks),
   `reader` (`Store`, which adds slots and rows),
   `samples` (texts of samples), `slots` (a layer's slots in a chunk).
+- Several ranks: `shards` (the folder of a run), `run` (a `Store` that joins its shards: `open_store`), `joined_chunks` (their chunks as one),
+  `joined` (their tensors as one), `cut` (a store up to an earlier step).
 """

@@ -14,14 +14,19 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError
-from dualform.store.files import WritableFiles, reading, writing
+from dualform.store.files import WritableFiles, files_at, reading, writing
 from dualform.store.format import LOCK, MANIFEST, read_manifest
 from dualform.store.samples import SAMPLES
+from dualform.store.shards import RUN, SHARD_NAME, is_run, read_run
 
 try:
     import fcntl
 except ImportError:  # Windows: the second writer is then found by the folder's content alone
     fcntl = None  # type: ignore[assignment]
+
+
+FORMATS = {MANIFEST: b'"format": "dualform"', RUN: b'"format": "dualform run"'}
+"""By file: what a recording of one process, or of several ranks, has in it."""
 
 
 class FolderLock:
@@ -88,7 +93,10 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def locked(files: WritableFiles) -> Iterator[None]:
     """Hold a store against other writers; it must exist."""
-    read_manifest(files)
+    if is_run(files):
+        read_run(files)
+    else:
+        read_manifest(files)
     lock = FolderLock(files)
     try:
         yield
@@ -110,32 +118,37 @@ def prepare(files: WritableFiles, *, overwrite: bool) -> None:
         raise
     if not names:
         return
-    has_manifest = MANIFEST in names
+    shards = [files_at(f"{location}/{name}") for name in names if SHARD_NAME.fullmatch(name)]
+    has_manifest = MANIFEST in names or RUN in names
     # Without a manifest there are at most the leftovers of a recording that was killed before its first one
     is_ours = _is_recording(files) if has_manifest else all(_is_part_of_a_store(name) for name in names)
     if not is_ours:
         raise StoreExistsError(f"{location} is not empty and holds no recording. Choose another path.")
-    if has_manifest and not overwrite:
+    if (has_manifest or shards) and not overwrite:
         raise StoreExistsError(
             f"{location} holds a recording already. Choose another path, or say overwrite=True to replace it."
         )
-    lock = FolderLock(files)
-    try:
+    with contextlib.ExitStack() as locks:
+        for held in (files, *shards):
+            locks.callback(FolderLock(held).release)
         with writing(location):
             _remove_recording(files)
-    finally:
-        lock.release()
 
 
 def _is_recording(files: WritableFiles) -> bool:
+    return any(_is_in(files, name, text) for name, text in FORMATS.items())
+
+
+def _is_in(files: WritableFiles, name: str, text: bytes) -> bool:
     try:
-        return b'"format": "dualform"' in files.read(MANIFEST)
+        return text in files.read(name)
     except StoreDamagedError:  # no regular file
         return False
 
 
 def _remove_recording(files: WritableFiles) -> None:
     """Remove a recording, its manifest first: loss of power never leaves a manifest whose chunks are gone."""
+    files.remove(RUN)
     files.remove(MANIFEST)
     files.flush()
     for name in files.list():
@@ -144,5 +157,6 @@ def _remove_recording(files: WritableFiles) -> None:
 
 
 def _is_part_of_a_store(name: str) -> bool:
-    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST, SAMPLES)
-    return name in (MANIFEST, LOCK) or name.lstrip(".").startswith(prefixes)
+    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST, RUN, SAMPLES)
+    is_shard = SHARD_NAME.fullmatch(name) is not None
+    return is_shard or name in (MANIFEST, LOCK, RUN) or name.lstrip(".").startswith(prefixes)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -223,6 +223,11 @@ class Writer:
                 done.get(timeout=0.2)
                 break
         self.check()
+
+    def seal(self) -> None:
+        """Have everything sealed that was handed over, without waiting for it."""
+        self._pass_on()
+        self._inbox.put(_Request.SEAL)
 
     def add_layers(self, module: str, layers: Sequence[Layer], parameters: Sequence[Parameter]) -> None:
         """From the next step on there are more layers."""
@@ -479,7 +484,12 @@ def publish_manifest(files: WritableFiles, manifest: Manifest) -> None:
     files.publish(_unfinished(MANIFEST), MANIFEST)
 
 
-def write_totals(files: WritableFiles, manifest: Manifest, new: NewTotals) -> Manifest:
+def write_totals(
+    files: WritableFiles,
+    manifest: Manifest,
+    new: NewTotals,
+    publish: Callable[[WritableFiles, Manifest], None] = publish_manifest,
+) -> Manifest:
     """Write totals into a folder of their own, and publish and return the manifest that names it. Those before are removed."""
     number = manifest.totals.number + 1 if manifest.totals else 0
     folder = totals_name(number)
@@ -497,7 +507,7 @@ def write_totals(files: WritableFiles, manifest: Manifest, new: NewTotals) -> Ma
         written[name] = write_table(files, f"{unfinished}/{name}", table, label)
     files.publish(unfinished, folder)
     manifest = replace(manifest, totals=replace(totals, files=written))
-    publish_manifest(files, manifest)
+    publish(files, manifest)
     for name in files.list():
         if name.startswith("totals-") and name != folder:
             with contextlib.suppress(OSError):  # a reader may be using them

@@ -19,10 +19,12 @@ from dualform.store.files import files_at, writing
 from dualform.store.format import NO_ROW, SLOTS, TOTAL_KINDS, Grouping
 from dualform.store.lock import locked
 from dualform.store.reader import Store
+from dualform.store.run import Run, open_store
+from dualform.store.shards import write_totals_of_run
 from dualform.store.slots import SlotChunk
 from dualform.store.tables import group_types
 from dualform.store.unkept import require_gradients
-from dualform.store.writer import NewTotals, write_totals
+from dualform.store.writer import NewTotals, publish_manifest, write_totals
 from dualform.totals.fold import Accumulated
 from dualform.totals.groups import Numbering
 from dualform.totals.stored_updates import UpdatesByChunk, updates_by_chunk
@@ -43,7 +45,7 @@ def build_totals(
     files = files_at(path)
     columns = (by,) if isinstance(by, str) else tuple(by)
     with locked(files):
-        store = Store(files)
+        store = open_store(files)
         if store.manifest.keep == "totals":
             raise NotRecordedError(f"{files.location} keeps totals only: there are no slots to build others from.")
         _check_columns(store, by, columns)
@@ -51,7 +53,8 @@ def build_totals(
         groupings = [*_other_groupings(store, columns), new]
         totals = _fold(store, groupings, progress)
         with writing(files.location):
-            write_totals(files, store.manifest, totals)
+            publish = write_totals_of_run if isinstance(store, Run) else publish_manifest
+            write_totals(files, store.manifest, totals, publish)
 
 
 def _check_columns(store: Store, by: str | Sequence[str], columns: tuple[str, ...]) -> None:

@@ -1,0 +1,117 @@
+"""Where a rank records: its own store in the folder of a run, which all ranks begin together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from dualform.errors import DualformError, RecordingError
+from dualform.record.ranks import Ranks
+from dualform.record.resuming import EarlierRecording
+from dualform.store.files import WritableFiles, files_at, writing
+from dualform.store.format import Grouping, read_manifest
+from dualform.store.lock import prepare
+from dualform.store.reader import Store
+from dualform.store.shards import RunFile, is_run, read_run, write_run
+
+T = TypeVar("T")
+
+
+def refuse_with_ranks(*, groupings: Sequence[Grouping], curvature: bool, on_write_error: str) -> None:
+    """Refuse settings that are not recorded by several ranks."""
+    if groupings:
+        raise RecordingError(
+            "totals= and several ranks: each rank knows its own rows only, so totals are not kept while they record. Build them from the "
+            "slots when the recording is closed: dualform.build_totals(path, by)."
+        )
+    if curvature:
+        raise RecordingError(
+            "curvature=True and several ranks: each rank knows its own rows only. Leave it out: influence() estimates curvature from the slots."
+        )
+    if on_write_error == "stop":
+        raise RecordingError(
+            'on_write_error="stop" and several ranks: a rank that stopped recording would leave the others without its part of each step. '
+            'Use "raise".'
+        )
+
+
+def open_place(
+    path: str | os.PathLike[str], ranks: Ranks | None, resume: bool | int, *, overwrite: bool
+) -> tuple[WritableFiles, EarlierRecording | None]:
+    """Return the files to record into, empty, or with the recording that is gone on with."""
+    if ranks is None:
+        files = files_at(path)
+        if resume is False:
+            prepare(files, overwrite=overwrite)
+            return files, None
+        _refuse_run(files)
+        return files, EarlierRecording(files, None if resume is True else resume)
+    own = files_at(ranks.path_of_shard(path))
+    if resume is False:
+        if ranks.rank == 0:
+            _together(ranks, lambda: prepare(files_at(path), overwrite=overwrite))
+        else:
+            ranks.agree(None)
+        _together(ranks, lambda: prepare(own, overwrite=overwrite))
+        return own, None
+    steps = _together(ranks, lambda: _sealed_steps(path, own, ranks))
+    sealed = min(ranks.gather(steps))
+    step = sealed if resume is True else resume
+    if step > sealed:
+        raise RecordingError(
+            f"resume={step}: all ranks of {os.fspath(path)} have sealed step {sealed} and no later one. Go on from an earlier checkpoint, "
+            f"or record into a new folder."
+        )
+    return own, _together(ranks, lambda: EarlierRecording(own, step))
+
+
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do something on this rank, if that works on all of them."""
+    try:
+        result = work()
+    except DualformError as error:
+        ranks.agree(error)
+        raise
+    ranks.agree(None)
+    return result
+
+
+def _refuse_run(files: WritableFiles) -> None:
+    if is_run(files):
+        raise RecordingError(
+            f"resume: {files.location} was recorded by {read_run(files).ranks} ranks. Resume it with as many: the next step of each "
+            f"shard is made by its own rank."
+        )
+
+
+def _sealed_steps(path: str | os.PathLike[str], own: WritableFiles, ranks: Ranks) -> int:
+    """Return how many steps this rank has sealed, if the run has as many ranks as now."""
+    files = files_at(path)
+    if is_run(files):
+        before = read_run(files).ranks
+    else:
+        before = int(read_manifest(own if ranks.rank else _first_of(files, own)).settings.get("ranks", "1"))
+    if before != ranks.size:
+        raise RecordingError(
+            f"resume: {files.location} was recorded by {before} ranks, and now there are {ranks.size}. Resume it with as many: the next step "
+            f"of each shard is made by its own rank. With another number, record into a new folder."
+        )
+    return Store(own).end_step
+
+
+def _first_of(files: WritableFiles, own: WritableFiles) -> WritableFiles:
+    """The recording of one process in a folder, if there is one, else the shard of rank 0."""
+    return files if "manifest.json" in files.list() else own
+
+
+def begin_run(path: str | os.PathLike[str], ranks: Ranks, name: str, *, is_new: bool) -> None:
+    """Say that there is a run, once all of its shards have begun. name: its name, which the manifests of all shards have."""
+    files = files_at(path)
+
+    def write() -> None:
+        if ranks.rank == 0 and is_new:
+            with writing(files.location):
+                write_run(files, RunFile(name, ranks.size))
+
+    _together(ranks, write)
