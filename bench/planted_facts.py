@@ -55,6 +55,8 @@ from dualform.errors import DualformError
 from dualform.evaluate.bm25 import bm25
 
 RESULTS = Path(__file__).parent / "results" / "planted-facts.json"
+BERGSON = RESULTS.with_name("planted-facts-bergson.json")
+"""What bergson_facts.py found."""
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
 BEGIN = "<!-- table -->"
 END = "<!-- /table -->"
@@ -296,13 +298,27 @@ def learning_rate(setup: Setup) -> float:
 
 def train_trainer(setup: Setup, model: nn.Module, corpus: Corpus, epochs: int, folder: Path, run: Path | None) -> Any:
     """By the Trainer of Transformers, or TRL's SFTTrainer."""
+    from dualform.integrations.transformers import record
+
+    trainer = make_trainer(setup, model, corpus, epochs, folder)
+    if run is not None:
+        packed = {"documents": text_dataset(corpus)} if setup.framework == "SFT packed" else {}
+        record(trainer, run, columns=["text"], **packed, **setup.options)
+    trainer.train()
+    return trainer.model
+
+
+def text_dataset(corpus: Corpus) -> Dataset:
+    return Dataset.from_dict({"text": corpus.documents})
+
+
+def make_trainer(setup: Setup, model: nn.Module, corpus: Corpus, epochs: int, folder: Path) -> Any:
+    """A Trainer of Transformers or TRL's SFTTrainer that has yet to train."""
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    from dualform.integrations.transformers import record
-
     tokenizer = make_tokenizer()
-    documents = Dataset.from_dict({"text": corpus.documents})
+    documents = text_dataset(corpus)
     settings: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": 10,
@@ -317,29 +333,20 @@ def train_trainer(setup: Setup, model: nn.Module, corpus: Corpus, epochs: int, f
         "dataloader_pin_memory": False,
         **setup.settings,
     }
-    trainer: Any
     adapted = with_adapter(setup, model)
     if setup.framework == "Trainer":
         tokens = documents.map(lambda one: {"input_ids": tokenizer(one["text"] + " <eos>")["input_ids"]})
-        trainer = Trainer(
+        return Trainer(
             model=adapted,
             args=TrainingArguments(**settings),
             train_dataset=tokens,
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
             processing_class=tokenizer,
         )
-    else:
-        is_packed = setup.framework == "SFT packed"
-        settings |= {"packing": is_packed, "padding_free": setup.framework == "SFT padding-free"}
-        settings |= {"max_length": 36, "per_device_train_batch_size": 3} if is_packed else {"max_length": None}
-        trainer = SFTTrainer(
-            model=adapted, args=SFTConfig(**settings), train_dataset=documents, processing_class=tokenizer
-        )
-    if run is not None:
-        packed = {"documents": documents} if setup.framework == "SFT packed" else {}
-        record(trainer, run, columns=["text"], **packed, **setup.options)
-    trainer.train()
-    return adapted
+    is_packed = setup.framework == "SFT packed"
+    settings |= {"packing": is_packed, "padding_free": setup.framework == "SFT padding-free"}
+    settings |= {"max_length": 36, "per_device_train_batch_size": 3} if is_packed else {"max_length": None}
+    return SFTTrainer(model=adapted, args=SFTConfig(**settings), train_dataset=documents, processing_class=tokenizer)
 
 
 def token_loader(corpus: Corpus) -> DataLoader[Any]:
@@ -499,16 +506,18 @@ def hits(scores: Tensor, corpus: Corpus) -> float:
 def table(results: dict[str, Result | str]) -> str:
     """The results in Markdown."""
     lines = [
-        "| way of training | gap | verified | names | p(answer) | found | BM25 | embedding | time | bytes/token |",
-        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|",
+        "| way of training | gap | verified | names | p(answer) | found | Bergson | BM25 | embedding | time | bytes/token |",
+        "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    bergson = json.loads(BERGSON.read_text()) if BERGSON.exists() else {}
     for name, one in results.items():
         if isinstance(one, str):
-            lines.append(f"| {name} | **failed**: {one} |" + " |" * 8)
+            lines.append(f"| {name} | **failed**: {one} |" + " |" * 9)
             continue
+        theirs = f"{bergson[name]:.0%}" if name in bergson else "–"
         lines.append(
             f"| {name} | {one.gap:.0e} | {'yes' if one.is_verified else 'no'} | {one.names} | {one.known:.2f} | {one.found:.0%} | "
-            f"{one.bm25:.0%} | {one.embedding:.0%} | {one.time_ratio:.1f}× | {one.bytes_per_token:,.0f} |"
+            f"{theirs} | {one.bm25:.0%} | {one.embedding:.0%} | {one.time_ratio:.1f}× | {one.bytes_per_token:,.0f} |"
         )
     return "\n".join(lines)
 
@@ -524,6 +533,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setups", nargs="*", help=f"default: all of {', '.join(SETUPS)}")
     parser.add_argument("--tiny", action="store_true", help="40 documents with 5 facts, not kept")
+    parser.add_argument("--table", action="store_true", help="only write the table again, from what was measured")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bars()
@@ -532,7 +542,8 @@ def main() -> None:
     results: dict[str, Result | str] = {
         name: one if isinstance(one, str) else Result(**one) for name, one in kept.items()
     }
-    for name in chosen.setups or SETUPS:
+    names = [] if chosen.table else chosen.setups or SETUPS
+    for name in names:
         if chosen.tiny:
             print(name, measure(SETUPS[name], make_corpus(40, 5), epochs=20, pretraining=100))
             continue
