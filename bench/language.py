@@ -32,7 +32,7 @@ import dualform
 from dualform.language.description import COLUMN, Description, write_description
 from dualform.language.from_totals import find_totals
 from dualform.language.recorded import RecordedLanguageModel
-from dualform.store.files import files_at
+from dualform.store.files import folder_at
 from dualform.store.format import Grouping, read_manifest
 from dualform.store.writer import NewTotals, write_totals
 from dualform_paper.language.corpora import load
@@ -104,9 +104,9 @@ def made(folder: Path) -> None:
         "negative.0": torch.ones(1, dtype=torch.bool),
     }
     groups = pl.DataFrame({COLUMN: places})
-    manifest = read_manifest(files_at(folder))
+    manifest = read_manifest(folder_at(folder))
     grouping = Grouping((COLUMN,), "keys")
-    write_totals(files_at(folder), manifest, NewTotals(manifest.end_step, positions, [grouping], tensors, [groups]))
+    write_totals(folder_at(folder), manifest, NewTotals(manifest.end_step, positions, [grouping], tensors, [groups]))
 
 
 def _command(run: Path, prompt: str) -> dict[str, float]:

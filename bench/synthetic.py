@@ -9,7 +9,7 @@ import torch
 
 from dualform.layers.layer import Layer, Use
 from dualform.store.encoding import encode
-from dualform.store.files import files_at
+from dualform.store.files import folder_at
 from dualform.store.format import VERSION, Column, Manifest, Parameter
 from dualform.store.memory import Pool
 from dualform.store.records import Block, Rows, Step, Update
@@ -42,7 +42,7 @@ def write(
     columns = (Column("sample_id", "Int64", "row"), Column("label", "Int64", "row"))
     weights = {f"model.{name}": torch.zeros(shape) for name, shape in names.items()}
     pool = Pool()
-    writer = Writer(files_at(folder), manifest, pool, weights, chunk_bytes=chunk_bytes)
+    writer = Writer(folder_at(folder), manifest, pool, weights, chunk_bytes=chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     keys, errors = torch.randn(batch, d_in, generator=generator), torch.randn(batch, d_out, generator=generator)
     zeros = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "fresh"), 0.0)

@@ -44,7 +44,7 @@ from dualform.dual.gradients import Replayed
 from dualform.layers.written import each_written
 from dualform.native.kernels import kernels
 from dualform.query.dual import Dual
-from dualform.store.files import files_at
+from dualform.store.files import files_at, folder_at
 from dualform.store.format import read_manifest
 from dualform.store.writer import publish_manifest
 from reference import attention as reference  # type: ignore[import-not-found]
@@ -444,7 +444,7 @@ class Comparison:
 
 def _without_totals(folder: Path) -> None:
     """Forget the totals of a store."""
-    publish_manifest(files_at(folder), replace(read_manifest(files_at(folder)), totals=None))
+    publish_manifest(folder_at(folder), replace(read_manifest(files_at(folder)), totals=None))
 
 
 def _size(values: Array) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -23,6 +24,7 @@ import dualform
 from dualform.dual.certificate import Certificate
 from dualform.figures.results import Explained, LayerSources, LogitSplit, Source
 from dualform.progress import Progress
+from dualform.store.files import files_at
 
 CLASSES = 10
 SETTINGS = "demo.json"
@@ -189,9 +191,9 @@ def _learn(
         progress("training", settings.epochs, settings.epochs)
 
 
-def study(folder: Path, tests: int = 100) -> dualform.Study:
-    """How a demo in a folder is trained again, and its first test digits: what dualform.evaluate needs."""
-    stored = json.loads((folder / SETTINGS).read_text())
+def study(path: str | os.PathLike[str], tests: int = 100) -> dualform.Study:
+    """How a recorded demo is trained again, and its first test digits: what dualform.evaluate needs."""
+    stored = json.loads(files_at(path).read(SETTINGS))
     settings = Settings(**{field.name: stored[field.name] for field in fields(Settings)})
     digits = load(settings)
     test = digits.test[:tests]

@@ -43,8 +43,7 @@ def folder(tmp_path, monkeypatch):
         (Path("run\0") / "x", "null byte"),
         ("run\ud800", "not valid Unicode"),
         (os.fsdecode(b"run\x80"), "not valid Unicode"),
-        ("s3://bucket/run", "is an address"),
-        ("file:///run", "is an address"),
+        (Path("s3://bucket/run"), r"pathlib.Path took a slash away. Give it as a str: s3://…"),
         (None, "of type NoneType; expected a str"),
         (3, "of type int; expected a str"),
         (b"run", "of type bytes; expected a str"),
@@ -57,6 +56,30 @@ def test_a_path_that_no_recording_can_have(path, message):
     for way in ways(path):
         with pytest.raises(StoreError, match=message):
             way()
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "file:///run"])
+def test_nothing_is_written_to_an_address(path):
+    recording, overwriting, resuming, _, totals = ways(path)
+    for way in (recording, overwriting, resuming, totals):
+        with pytest.raises(
+            StoreError, match=f"{path} is an address, which can only be read here.* dualform copy FOLDER {path}"
+        ):
+            way()
+
+
+@pytest.mark.parametrize("path", ["foo://bucket/run", "s3:///run", "s3://"])
+def test_what_is_no_address_of_a_recording(path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with pytest.raises(StoreError, match="is not an address of a recording; expected s3://bucket/folder, gs://"):
+        dualform.open(path)
+
+
+def test_the_address_of_a_folder(folder):
+    with pytest.raises(StoreMissingError, match=f"{folder} holds no recording"):
+        dualform.open(f"file://{folder}")
+    with pytest.raises(StoreError, match="names a folder on another machine; expected three slashes"):
+        dualform.open("file://elsewhere/run")
 
 
 @pytest.mark.parametrize("path", ["file", "file/run"])

@@ -29,6 +29,7 @@ EXTRAS = {
     "uvicorn": "explorer",
     "plotly": "explorer",
     "transformers": "transformers",
+    "obstore": "remote",
 }
 """Packages that only some commands need, and the extra that brings them."""
 
@@ -62,7 +63,14 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder given to dualform.record().", show_default=False)]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The folder given to dualform.record(), or an address: s3://bucket/folder.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 

@@ -303,15 +303,16 @@ def _announce(asked: Evaluator | FewOut) -> None:
     )
 
 
-def _study(run: Path, named: str | None) -> dualform.Study:
+def _study(run: str, named: str | None) -> dualform.Study:
     """The study that a user names, or that of a demo."""
     import dualform
     from dualform.demo import SETTINGS
     from dualform.demo import study as of_demo
+    from dualform.store.files import files_at, read_if_there
 
     if named is not None:
         return find(named, dualform.Study, "a dualform.Study")
-    if (run / SETTINGS).exists():
+    if read_if_there(files_at(run), SETTINGS) is not None:
         return of_demo(run)
     raise typer.BadParameter(
         "how is this run trained again? Name a dualform.Study, or a function that gives one: --study my_module:my_study.",
@@ -323,7 +324,7 @@ def _study(run: Path, named: str | None) -> dualform.Study:
 @one_line_errors
 def passages(
     run: Annotated[
-        Path,
+        str,
         typer.Argument(metavar="RUN", help="A recorded language model, with its text beside it.", show_default=False),
     ],
     prompt: Annotated[str, typer.Option(help="Its last token is the query; \\n ends a line.", show_default=False)],
@@ -404,7 +405,7 @@ def passages(
     _show(answer, as_json)
 
 
-def _documents(run: Path, model: str, tokenizer: str | None, by: str) -> RecordedDocuments:
+def _documents(run: str, model: str, tokenizer: str | None, by: str) -> RecordedDocuments:
     import dualform
     from dualform.language.documents import RecordedDocuments
 

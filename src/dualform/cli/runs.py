@@ -336,7 +336,7 @@ def report(
     print(f"{out}: {written.examples} {what}, {written.nbytes / 1e6:.1f} MB")
 
 
-def _subject(run: Path, data: Path | None, named: str | None, tokenizer: str | None, by: str) -> Subject:
+def _subject(run: str, data: Path | None, named: str | None, tokenizer: str | None, by: str) -> Subject:
     """What is explored: a run that says what it is, or a recorded Transformer with its tokenizer."""
     if named is None:
         from dualform.explorer.runs import find

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -13,7 +12,7 @@ import polars as pl
 from dualform.errors import QuestionError
 from dualform.evaluate.lds import Interval, Lds, Truth
 from dualform.evaluate.ranks import spearman
-from dualform.evaluate.retrain import Estimate, Retrained
+from dualform.evaluate.retrain import Estimate, Retrained, trainings_folder
 from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.subsets import Subsets
@@ -110,7 +109,7 @@ def prepare(
 ) -> Evaluator:
     """As evaluate(), but nothing is trained yet: ask `.estimate()` first, then `.run()`."""
     dual = run if isinstance(run, Dual) else open(run, study.model)
-    folder = Path(f"{dual.store.location}-retrained") if out is None else Path(out)
+    folder = trainings_folder(dual.store.location, out)
     if workers < 1:
         raise QuestionError(f"workers={workers}: expected at least 1.")
     ids = samples_of(dual, study)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from dualform.errors import QuestionError
 from dualform.evaluate.lds import mean_interval
-from dualform.evaluate.retrain import Estimate, Job, Retrained
+from dualform.evaluate.retrain import Estimate, Job, Retrained, trainings_folder
 from dualform.evaluate.scored import chosen, scored
 from dualform.evaluate.study import Study
 from dualform.evaluate.views import samples_of
@@ -83,7 +82,7 @@ def leave_few_out(
             f"{k} of {len(ids)} samples out for {examples} of {tests} test examples, {repeats} trainings each: expected at least "
             f"one of each, fewer than all samples, and no more examples than the study has."
         )
-    folder = Path(f"{dual.store.location}-retrained") if out is None else Path(out)
+    folder = trainings_folder(dual.store.location, out)
     scores = {RANDOM: torch.rand(tests, len(ids), generator=torch.Generator().manual_seed(0))}
     for one in scored(chosen(views, study), dual, study, progress):
         if one.scores is not None:

@@ -20,9 +20,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dualform.errors import StudyError
+from dualform.errors import QuestionError, StudyError
 from dualform.evaluate.study import Study
 from dualform.progress import Progress
+from dualform.store.files import is_address
 
 ABOUT = "retrained.json"
 LONG = 5.0
@@ -46,6 +47,15 @@ class Estimate(NamedTuple):
 
     trainings: int
     seconds: float
+
+
+def trainings_folder(location: str, out: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that keeps the trainings: the one that the user names, or one beside the recording."""
+    if out is None and is_address(location):
+        raise QuestionError(
+            f"{location} is an address: name a folder on this machine for the trainings, out=… or --out."
+        )
+    return Path(f"{location}-retrained") if out is None else Path(out)
 
 
 @dataclass(frozen=True)

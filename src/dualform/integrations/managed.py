@@ -16,7 +16,7 @@ from dualform.errors import RecordingError
 from dualform.query.dual import open as open_run
 from dualform.record import Recorder, record
 from dualform.record.choose import EXCLUDED
-from dualform.store.files import files_at
+from dualform.store.files import files_at, folder_at
 from dualform.store.format import read_manifest
 from dualform.store.run import open_store
 from dualform.store.samples import with_earlier, write_samples
@@ -67,7 +67,7 @@ class ManagedRecording:
             resume=resume,
         )
         if samples is not None:
-            files = files_at(self.path)
+            files = folder_at(self.path)
             write_samples(files, read_manifest(files).run, samples)
         return self.recorder
 

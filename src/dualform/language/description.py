@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save_file
 
 from dualform.errors import NotRecordedError, StoreDamagedError
 from dualform.language.shape import LAYER, Shape
 from dualform.language.text import Part, Text
+from dualform.store.files import files_at, read_if_there
 
 if TYPE_CHECKING:
     from dualform.language.model import LanguageModel
@@ -65,21 +67,23 @@ def write_description(folder: Path, description: Description) -> None:
     (folder / JSON).write_text(json.dumps(content, ensure_ascii=False, indent=0), encoding="utf-8")
 
 
-def read_description(folder: Path) -> Description:
-    """Read the description beside a recording."""
-    if not (folder / JSON).is_file():
+def read_description(path: str | os.PathLike[str]) -> Description:
+    """Read the description beside a recording, in a folder or at an address."""
+    files = files_at(path)
+    text = read_if_there(files, JSON)
+    if text is None:
         raise NotRecordedError(
-            f"{folder} has no {JSON}: it does not say which text was trained on. Recordings of `dualform paper aesop` and "
+            f"{files.location} has no {JSON}: it does not say which text was trained on. Recordings of `dualform paper aesop` and "
             f"`dualform paper wikitext-2` have it; docs/language.md says how to write it for a text of your own."
         )
     try:
-        content = json.loads((folder / JSON).read_text(encoding="utf-8"))
-        tensors = load_file(folder / TOKENS)
+        content = json.loads(text)
+        tensors = load(files.read(TOKENS))
         parts = {
             name: Part(tensors[f"{name}.ids"], tensors[f"{name}.starts"].tolist(), titles)
             for name, titles in content["titles"].items()
         }
-        text = Text(content["name"], content["unit"], tuple(content["vocabulary"]), **parts)
-        return Description(text, Shape(**content["model"]), content["layer"], content["column"])
+        described = Text(content["name"], content["unit"], tuple(content["vocabulary"]), **parts)
+        return Description(described, Shape(**content["model"]), content["layer"], content["column"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StoreDamagedError(f"{folder}: {JSON} and {TOKENS} cannot be read: {error!r}.") from None
+        raise StoreDamagedError(f"{files.location}: {JSON} and {TOKENS} cannot be read: {error!r}.") from None

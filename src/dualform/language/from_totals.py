@@ -5,8 +5,8 @@ The same questions as `RecordedLanguageModel` answers from totals, with the same
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,11 @@ PIECE_BYTES = 4 << 20
 Floats = np.ndarray[Any, np.dtype[Any]]
 
 
-def find_totals(folder: Path, where: str | None = None) -> LanguageTotals | None:
+def find_totals(path: str | os.PathLike[str], where: str | None = None) -> LanguageTotals | None:
     """Return the totals of a recording, or None if this question, or its error message, needs `RecordedLanguageModel`."""
     try:
-        description = read_description(folder)
-        store = Catalog(files_at(folder))
+        description = read_description(path)
+        store = Catalog(files_at(path))
         grouping = store.grouping([description.column], store.end_step, deltas=False)
         if grouping is None or description.layer != LAYER or store.manifest.inexact:
             return None

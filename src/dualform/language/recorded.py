@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -25,11 +25,11 @@ GATES = ("i", "f", "g", "o")
 class RecordedLanguageModel:
     """A recorded language model with its text."""
 
-    def __init__(self, folder: Path):
-        self._description = read_description(folder)
+    def __init__(self, path: str | os.PathLike[str]):
+        self._description = read_description(path)
         self.text = self._description.text
-        self.dual = dualform.open(folder, self._description.model())
-        self._vectors = dualform.open(folder)
+        self.dual = dualform.open(path, self._description.model())
+        self._vectors = dualform.open(path)
         self._model = self.dual.model()
 
     def following(self, tokens: Tensor) -> Tensor:

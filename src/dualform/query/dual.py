@@ -60,7 +60,8 @@ def open(
 ) -> Dual:
     """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
 
-    path: a folder, or the files of a store elsewhere, read through the methods of `store.files.Files`.
+    path: a folder; an address, such as s3://bucket/run (docs/remote.md); or the files of a store elsewhere, read through the methods of
+    `store.files.Files`.
     Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
     `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
     """

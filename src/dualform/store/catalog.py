@@ -24,7 +24,7 @@ from dualform.errors import (
 from dualform.forked import require_polars
 from dualform.layers.layer import Layer
 from dualform.store.consistency import check_manifest, table_limit
-from dualform.store.files import Files, address
+from dualform.store.files import CachedFiles, Files, address, read_fitting
 from dualform.store.format import (
     SUMS,
     File,
@@ -99,6 +99,8 @@ class Catalog:
             check_manifest(self.manifest)
         except ValueError as error:
             raise StoreDamagedError(f"the manifest of {self.location} is damaged: {error}.") from None
+        if isinstance(self.files, CachedFiles):
+            self.files.look_up([name for name, _ in self.manifest.files()])
         for name, file in self.manifest.files():
             with self._explaining(name):
                 self._check_size(name, file)
@@ -267,8 +269,10 @@ class Catalog:
         """Read a table, by its name in the store. check: what to ask of its label."""
         path = address(self.files, name)
         with self._explaining(name):
-            data = self.files.read(name)
-            if checksum(data) != file.checksum:
+            data = read_fitting(
+                self.files, name, lambda: self.files.read(name), lambda data: checksum(data) == file.checksum
+            )
+            if data is None:
                 raise StoreDamagedError(f"{path} is damaged: its checksum does not fit the manifest.")
             self._check_table(name, data, file, check)
         try:

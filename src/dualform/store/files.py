@@ -17,10 +17,12 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, TypeVar, runtime_checkable
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import xxhash
@@ -47,8 +49,28 @@ DIRECT_FROM = 1 << 20
 """Smaller files are written through the page cache."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """How addresses begin: s3://, https://, file://."""
+COLLAPSED = re.compile(r"(s3|s3a|gs|az|azure|abfs|abfss|https?|file):/(?!/)")
+"""What pathlib makes of their beginning."""
 PIECES = 512
 """At most this many pieces go into one call."""
+
+T = TypeVar("T")
+
+
+class Ranges(ABC):
+    """The content of a file that is not mapped into memory: a slice of it is read when it is asked for."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The size of the file."""
+
+    @abstractmethod
+    def __getitem__(self, part: slice) -> Bytes:
+        """Return the bytes from `part.start` to `part.stop`."""
+
+    @abstractmethod
+    def hold(self, array: object, nbytes: int) -> None:
+        """Keep an array that was made of a slice for a while: others are let go as soon as nobody uses them."""
 
 
 class Output(Protocol):
@@ -80,8 +102,32 @@ class Files(Protocol):
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` to `end`, or fewer if the file ends before."""
 
-    def map(self, name: str) -> Bytes:
-        """Return the content of a file as an array: mapped into memory, or a copy. Whoever writes to it changes no file."""
+    def map(self, name: str) -> Bytes | Ranges:
+        """Return the content of a file as an array, mapped into memory or a copy, or as what reads its slices on demand.
+
+        Whoever writes to it changes no file.
+        """
+
+
+@runtime_checkable
+class CachedFiles(Files, Protocol):
+    """The files of a store that are read through a cache on this machine."""
+
+    most_mapped: int
+    """Arrays may stay mapped up to this many bytes together, for as long as the store is open."""
+
+    def forget(self, name: str) -> None:
+        """Drop what the cache holds of a file."""
+
+    def look_up(self, names: Sequence[str]) -> None:
+        """Find out the sizes of files, several at a time, as somebody is about to ask for them."""
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Read whole files into the cache, several at a time, as somebody is about to read them."""
+
+    @property
+    def made(self) -> LocalFiles:
+        """A folder on this machine for files that are made from the store and can be made again."""
 
 
 @runtime_checkable
@@ -115,14 +161,80 @@ def address(files: Files, name: str) -> str:
     return f"{files.location}/{name}"
 
 
-def files_at(path: str | os.PathLike[str]) -> LocalFiles:
-    """Return the files of the store at this path. Every path that a user gives comes through here."""
+def is_address(path: object) -> bool:
+    """Whether a path is an address, such as s3://bucket/run, and not that of a folder."""
+    return isinstance(path, str) and ADDRESS.match(path) is not None
+
+
+def files_at(path: str | os.PathLike[str]) -> Files:
+    """Return the files of the store at this path or address. What a user wants to read comes through here."""
+    if is_address(path):
+        _check_text(path)
+        address = str(path)
+        if urlsplit(address).scheme.lower() == "file":
+            return folder_at(_folder_of(address))
+        from dualform.store.remote import RemoteFiles
+
+        return RemoteFiles(address)
+    return folder_at(path)
+
+
+def folder_at(path: str | os.PathLike[str]) -> LocalFiles:
+    """Return the files of the store in this folder. What a user wants to write comes through here."""
     _check_path(path)
     return LocalFiles(path)
 
 
+def _folder_of(address: str) -> str:
+    """Return the folder that a file:// address names."""
+    parts = urlsplit(address)
+    if parts.netloc not in ("", "localhost"):
+        raise StoreError(f"{address} names a folder on another machine; expected three slashes: file:///folder.")
+    return unquote(parts.path)
+
+
+def read_if_there(files: Files, name: str) -> bytes | None:
+    """Return the content of a file; None if there is no such file."""
+    try:
+        return files.read(name)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def read_fitting(files: Files, name: str, read: Callable[[], T], fits: Callable[[T], bool]) -> T | None:
+    """Return what is read of a file if it fits its checksum, else None.
+
+    What comes out of a cache, or over a network, is read once more: the file itself may be whole.
+    """
+    found = read()
+    if fits(found):
+        return found
+    if not isinstance(files, CachedFiles):
+        return None
+    files.forget(name)
+    found = read()
+    return found if fits(found) else None
+
+
 def _check_path(path: object) -> None:
     """Refuse what cannot be, or cannot have been meant as, the path of a folder."""
+    text = _check_text(path)
+    if ADDRESS.match(text):
+        raise StoreError(
+            f"{text} is an address, which can only be read here; expected a folder on this machine. To put a recording there: "
+            f"dualform copy FOLDER {text}."
+        )
+    scheme = COLLAPSED.match(text)
+    if scheme and isinstance(path, os.PathLike):
+        raise StoreError(
+            f"{text} was an address before pathlib.Path took a slash away. Give it as a str: {scheme[1]}://…."
+        )
+
+
+def _check_text(path: object) -> str:
+    """Return a path as text, if it can be one."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise StoreError(
@@ -134,10 +246,7 @@ def _check_path(path: object) -> None:
         raise StoreError(f"{text!r} contains a null byte, which no file system allows in a path. Choose another path.")
     if not _is_unicode(text):
         raise StoreError(f"{text!r} is not valid Unicode, which PyTorch expects of a path. Choose another path.")
-    if ADDRESS.match(text):
-        raise StoreError(
-            f"{text} is an address, but recordings are folders on this machine. Record into a folder and copy that, or open a copy."
-        )
+    return text
 
 
 def _is_unicode(text: str) -> bool:

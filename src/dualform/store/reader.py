@@ -18,8 +18,8 @@ from dualform.store import tables
 from dualform.store.catalog import cached_method
 from dualform.store.chunk_files import ChunkFiles
 from dualform.store.encoding import Encoded, decode
-from dualform.store.files import Files
-from dualform.store.format import ROWS, SLOTS, STEPS, SUMMED, UPDATES, Manifest
+from dualform.store.files import CachedFiles, Files
+from dualform.store.format import ROWS, SLOTS, STEPS, SUMMED, UPDATES, Manifest, chunk_name
 from dualform.store.memory import give_back
 from dualform.store.slots import SlotChunk, stored_vectors
 from dualform.store.tables import row_series, row_types
@@ -208,13 +208,21 @@ class Store(ChunkFiles):
             gathered[torch.from_numpy(here)] = encoded.some(rows, dtype)
         return gathered
 
+    def can_pick(self, number: int, what: str) -> bool:
+        """Whether all keys or error signals of a layer may stay mapped: of a store elsewhere, they take room in its cache."""
+        return not isinstance(self.files, CachedFiles) or self._vector_bytes(number, what) <= self.files.most_mapped
+
+    def _vector_bytes(self, number: int, what: str) -> int:
+        layer = self.manifest.layers[number]
+        width = layer.d_in if what == "key" else layer.d_out
+        return 8 * width * sum(self._counts(number, what))  # 8: of the longest type
+
     @cached_method
     def picked(self, number: int, what: str) -> Picked:
         """Return all keys or error signals of a layer, for random access with few queries."""
         name = self.manifest.layers[number].name
         return Picked([(vectors.data, vectors.exponents) for _, vectors in self.stored(name, what)])
 
-    @cached_method
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
         """Return a layer's vectors in one chunk."""
         file = self.chunk_file(place)
@@ -256,6 +264,7 @@ class Store(ChunkFiles):
     def rows(self) -> pl.DataFrame:
         """The row table: `step` and the user's columns; a row's number is its place."""
         empty = pl.DataFrame(schema=row_types(self.manifest.columns))
+        self._fetch_tables(ROWS)
         by_chunk = [self.rows_in(place) for place in self._places]
         return pl.concat([empty, *by_chunk], rechunk=True)
 
@@ -269,6 +278,7 @@ class Store(ChunkFiles):
     @cached_property
     def updates(self) -> pl.DataFrame:
         """One line for each (step, parameter): the optimizer's settings, factors and the audit's residual."""
+        self._fetch_tables(UPDATES)
         by_chunk = [self.updates_in(place) for place in self._places]
         return pl.concat([tables.updates_table([]), *by_chunk], how="diagonal")
 
@@ -280,8 +290,14 @@ class Store(ChunkFiles):
     @cached_property
     def log(self) -> pl.DataFrame:
         """One line for each step, with what recorder.log() was given."""
+        self._fetch_tables(STEPS)
         by_chunk = [self.chunk_table(place, STEPS) for place in self._places]
         return pl.concat([tables.steps_table([]), *by_chunk], how="diagonal")
+
+    def _fetch_tables(self, name: str) -> None:
+        """Read a table of every chunk into the cache, several at a time: one after the other, each would wait for the network."""
+        if isinstance(self.files, CachedFiles):
+            self.files.fetch([f"{chunk_name(place)}/{name}" for place in self._places])
 
     def slot_table(self, chunk: SlotChunk, columns: list[str]) -> pl.DataFrame:
         """Return one line for each slot of a chunk: these columns of its row, and its `position`.

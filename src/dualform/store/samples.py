@@ -12,7 +12,7 @@ import polars as pl
 
 from dualform.errors import RecordingError, StoreDamagedError
 from dualform.store.consistency import table_limit
-from dualform.store.files import Files, WritableFiles, address, writing
+from dualform.store.files import Files, WritableFiles, address, read_if_there, writing
 from dualform.store.format import checksum, compact_json, shortened
 from dualform.store.labels import LABEL
 from dualform.store.parquet import describe
@@ -34,12 +34,9 @@ def write_samples(files: WritableFiles, run: str, samples: pl.DataFrame) -> None
 
 def read_samples(files: Files, run: str) -> pl.DataFrame | None:
     """Read the table of samples of a run; None if it has none."""
-    try:
-        data = files.read(SAMPLES)
-    except StoreDamagedError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
+    data = read_if_there(files, SAMPLES)
+    if data is None:
+        return None
     digest, _, content = data.partition(b"\n")
     try:
         _check(digest, content, run)

@@ -7,15 +7,16 @@ would copy arrays when it writes them, and open a file a second time by its name
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import xxhash
 
 from dualform.arrays import Array, Bytes
 from dualform.errors import StoreDamagedError
-from dualform.store.files import BLOCK, DIRECT_FROM, Files, WritableFiles, address
+from dualform.store.files import BLOCK, DIRECT_FROM, Files, Ranges, WritableFiles, address, read_fitting
 from dualform.store.format import File, checksum
 from dualform.store.header import TYPES, Arrays, Header, describe, header_bytes, parse_header
 
@@ -79,12 +80,18 @@ class CheckedFile(ABC, Generic[A]):
         self._header = _parsed_header(files, name, raw, file)
         self.label = self._header.label
         """Which run the file belongs to, and where in it (store/labels.py); None: it does not say."""
-        self._checked: dict[str, A] = {}
-        content = files.map(name)
+        self._files = files
+        self._name = name
+        self._content = files.map(name)
+        self._data_begin = len(raw)
+        self._has_values: dict[str, bool] = {}
+        self._checked: MutableMapping[str, A] = {}
+        if isinstance(self._content, Ranges):
+            # What is not mapped from the store itself takes memory or disk: it is let go when nobody uses it
+            self._checked = WeakValueDictionary()
         # The file is opened a second time here. Its header holds all checksums, so an equal header means an equal file
-        if len(content) != file.size or content[: len(raw)].tobytes() != raw:
+        if len(self._content) != file.size or self._content[: len(raw)].tobytes() != raw:
             raise StoreDamagedError(f"{self.path} was replaced while it was being opened.")
-        self._data = content[len(raw) :]
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._header.arrays
@@ -120,11 +127,30 @@ class CheckedFile(ABC, Generic[A]):
     def __getitem__(self, name: str) -> A:
         """Return an array, mapped into memory, so that only pages that are used are read."""
         name = self._stored_name(name)
-        if name not in self._checked:
-            array = self._unchecked(name)
-            self._compare(name, checksum(self._bytes(array)))
+        array = self._checked.get(name)
+        if array is None:
+            array = self._checked_array(name)
             self._checked[name] = array
-        return self._checked[name]
+            if isinstance(self._content, Ranges):
+                self._content.hold(array, array.nbytes)
+        return array
+
+    def has_values(self, name: str) -> bool:
+        """Whether there is an array of this name with a number that is not zero. Looks once."""
+        if name not in self._has_values:
+            self._has_values[name] = name in self and bool(self[name].any())
+        return self._has_values[name]
+
+    def _checked_array(self, name: str) -> A:
+        array = read_fitting(
+            self._files, self._name, lambda: self._unchecked(name), lambda array: self._fits(name, array)
+        )
+        if array is None:
+            raise self._damaged(name)
+        return array
+
+    def _fits(self, name: str, array: A) -> bool:
+        return checksum(self._bytes(array)) == self._header.checksums.get(name)
 
     def stretches(self, name: str, rows: int) -> Iterator[tuple[int, A]]:
         """Yield an array in stretches of this many rows, each with the number of its first row.
@@ -134,13 +160,15 @@ class CheckedFile(ABC, Generic[A]):
         """
         name = self._stored_name(name)
         array = self._unchecked(name)
+        is_checked = name in self._checked
         total = xxhash.xxh3_64()
         for low in range(0, max(1, len(array)), rows):
             stretch = array[low : low + rows]
-            if name not in self._checked:
+            if not is_checked:
                 total.update(self._bytes(stretch).data)
-            if name not in self._checked and low + rows >= len(array):
-                self._compare(name, total.hexdigest())
+            if not is_checked and low + rows >= len(array):
+                if total.hexdigest() != self._header.checksums.get(name):
+                    raise self._damaged(name)
                 self._checked[name] = array
             yield low, stretch
 
@@ -148,11 +176,11 @@ class CheckedFile(ABC, Generic[A]):
         if name not in self:
             raise StoreDamagedError(f"{self.path} is damaged: it has no tensor {name!r}.")
         begin, end = self._entry(name)["data_offsets"]
-        return self._array(self._data[begin:end], TYPES[self.dtype(name)].name, self.shape(name))
+        content = self._content[self._data_begin + begin : self._data_begin + end]
+        return self._array(content, TYPES[self.dtype(name)].name, self.shape(name))
 
-    def _compare(self, name: str, computed: str) -> None:
-        if computed != self._header.checksums.get(name):
-            raise StoreDamagedError(f"{self.path} is damaged: the checksum of {name!r} does not fit.")
+    def _damaged(self, name: str) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.path} is damaged: the checksum of {name!r} does not fit.")
 
 
 class ArrayFile(CheckedFile[Array]):
@@ -210,8 +238,10 @@ def _read_header(files: Files, name: str, file: File) -> bytes:
     size = files.size(name)
     if size != file.size:
         raise StoreDamagedError(f"{path} is damaged: it has {size:,} bytes, the manifest says {file.size:,}.")
-    header = _header_of(files, name, size)
-    if checksum(header) != file.checksum:
+    header = read_fitting(
+        files, name, lambda: _header_of(files, name, size), lambda header: checksum(header) == file.checksum
+    )
+    if header is None:
         raise StoreDamagedError(f"{path} is damaged: the checksum of its header does not fit the manifest.")
     return header
 

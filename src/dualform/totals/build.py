@@ -15,7 +15,7 @@ from dualform.layers.layer import Layer
 from dualform.progress import Progress, report
 from dualform.recursions import KINDS
 from dualform.store.collection import refuse_collected
-from dualform.store.files import files_at, writing
+from dualform.store.files import folder_at, writing
 from dualform.store.format import NO_ROW, SLOTS, TOTAL_KINDS, Grouping
 from dualform.store.lock import locked
 from dualform.store.reader import Store
@@ -42,7 +42,7 @@ def build_totals(
 
     kind: "keys" (sums of keys), "deltas" (each group's part of the weights) or "both". Totals that are there stay.
     """
-    files = files_at(path)
+    files = folder_at(path)
     columns = (by,) if isinstance(by, str) else tuple(by)
     with locked(files):
         store = open_store(files)

@@ -1,4 +1,4 @@
-"""Curvature of a layer in a segment, kept in a file beside the store.
+"""Curvature of a layer in a segment, kept in a file beside the store; of a store elsewhere, in the cache on this machine.
 
 It is a convenience, not part of the store: the file is named by what it was built from, and built again when that changes.
 """
@@ -19,7 +19,7 @@ from dualform.curvature.sums import Curvature, Factors
 from dualform.errors import StoreDamagedError, StoreError
 from dualform.layers.layer import Layer
 from dualform.query.influence.segments import Segment
-from dualform.store.files import Files, WritableFiles
+from dualform.store.files import CachedFiles, Files, WritableFiles
 from dualform.store.format import SLOTS, checksum
 from dualform.store.reader import Store
 from dualform.store.tensors import TensorFile, describe_file, write_tensors
@@ -41,6 +41,7 @@ def file_name(store: Store, layer: Layer, segment: Segment, *settings: int | str
 
 def keep(files: Files, name: str, curvature: Curvature) -> None:
     """Write a file, if that is possible: a store that cannot be written answers all the same."""
+    files = _where_kept(files)
     if not isinstance(files, WritableFiles):
         return
     # A name of its own: other threads and processes may be building the same
@@ -51,6 +52,10 @@ def keep(files: Files, name: str, curvature: Curvature) -> None:
             files.publish(unfinished, name)
         finally:
             files.remove(unfinished)
+
+
+def _where_kept(files: Files) -> Files:
+    return files.made if isinstance(files, CachedFiles) else files
 
 
 def _tensors(curvature: Curvature) -> dict[str, list[Array]]:
@@ -66,13 +71,14 @@ def _tensors(curvature: Curvature) -> dict[str, list[Array]]:
 
 def read_kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature | None:
     """Return what was kept under this name; None: nothing."""
+    files = _where_kept(store.files)
     try:
-        described = describe_file(store.files, name)
+        described = describe_file(files, name)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
-    file = TensorFile(store.files, name, described)
+    file = TensorFile(files, name, described)
     expected = _shapes(layer)
     if "norms" in file:
         expected["norms"] = (segment.rows,)

@@ -71,10 +71,11 @@ class StoredVectors:
 
     def dots(self, queries: Tensor, numbers: Tensor) -> Tensor:
         """Return queries (m, d) · the vectors with these numbers, (m, n). numbers ascend."""
-        table = self._store.picked(self._number, self._what)
-        products = table.dots(queries, numbers)
-        if products is not None:
-            return products
+        if self._store.can_pick(self._number, self._what):
+            table = self._store.picked(self._number, self._what)
+            products = table.dots(queries, numbers)
+            if products is not None:
+                return products
         products = queries.new_empty(len(queries), len(numbers))
         for low in range(0, len(numbers), READ):
             high = low + READ
