@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 PAGE = 10
 """A list has at most this many entries, so that tests ask for several pages."""
@@ -98,7 +98,7 @@ class ObjectServer:
             return _error(404, "NoSuchBucket", "The specified bucket does not exist")
         with self._lock:
             if not key:
-                return self._list(query) if method == "GET" else _error(405, "MethodNotAllowed", "no")
+                return self._delete_all(body) if "delete" in query else self._list(query)
             if "uploads" in query or "uploadId" in query:
                 return self._upload(method, key, query, body)
             if method == "PUT":
@@ -136,6 +136,13 @@ class ObjectServer:
         if len(names) > PAGE:
             entries += f"<NextContinuationToken>{escape(names[PAGE - 1])}</NextContinuationToken>"
         return Answer(200, f"<ListBucketResult>{entries}</ListBucketResult>".encode())
+
+    def _delete_all(self, body):
+        names = re.findall(r"<Key>(.*?)</Key>", body.decode())
+        for name in names:
+            self.objects.pop(unescape(name), None)
+        deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+        return Answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def _upload(self, method, key, query, body):
         """A large object comes in parts."""

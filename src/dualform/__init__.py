@@ -16,6 +16,7 @@ if typing.TYPE_CHECKING:
     from dualform.evaluate import LogLikelihood, Margin, Study, evaluate
     from dualform.query.dual import Dual, open
     from dualform.record import Recorder, collect, estimate, record
+    from dualform.store.copying import copy
     from dualform.totals.build import build_totals
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "build_totals",
     "collect",
+    "copy",
     "errors",
     "estimate",
     "evaluate",
@@ -40,6 +42,7 @@ _ROOMS = {
     "dualform.evaluate": ("LogLikelihood", "Margin", "Study", "evaluate"),
     "dualform.query.dual": ("Dual", "open"),
     "dualform.record": ("Recorder", "collect", "estimate", "record"),
+    "dualform.store.copying": ("copy",),
     "dualform.totals.build": ("build_totals",),
 }
 """Where the public names live. A room is entered when one of its names is used: PyTorch takes longer to import than some questions take."""

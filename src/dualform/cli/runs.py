@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,6 +133,31 @@ def info(run: Run, as_json: Json = False) -> None:
         print_json(found)
     else:
         show_info(Console(), found)
+
+
+@app.command()
+@one_line_errors
+def copy(
+    run: Run,
+    to: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO", help="A folder, or an address: s3://bucket/folder, gs://…, az://….", show_default=False
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Copy a recording to an address or into a folder. An interrupted copy goes on where it stopped."""
+    import dualform
+    from dualform.store.format import size_text
+
+    with progress_bars() as progress:
+        found = dualform.copy(run, to, progress=progress)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        there = found.files - found.copied
+        print(f"{found.location}: {found.copied} files copied ({size_text(found.nbytes)}), {there} were there")
 
 
 @app.command()

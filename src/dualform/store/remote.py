@@ -35,7 +35,6 @@ try:
     from obstore.exceptions import (
         BaseError,
         GenericError,
-        NotSupportedError,
         PermissionDeniedError,
         UnauthenticatedError,
     )
@@ -219,9 +218,10 @@ class RemoteFiles:
             kept = self.cache.get(key)
             if kept is not None and len(kept) == end - begin:
                 return kept
-            return self.cache.put(key, self._download(name, begin, end))
+            return self.cache.put(key, self.download(name, begin, end))
 
-    def _download(self, name: str, begin: int, end: int) -> Bytes:
+    def download(self, name: str, begin: int, end: int) -> Bytes:
+        """Return a range from where the store is, past the cache."""
         starts = list(range(begin, end, REQUEST))
         ends = [min(start + REQUEST, end) for start in starts]
 
@@ -243,6 +243,11 @@ class RemoteFiles:
         return self._asking(name, lambda: bytes(obstore.get(self.objects, name).bytes()))
 
     # What is there
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether the server can say which files there are: web servers cannot."""
+        return self._kind != "http"
 
     def _folder(self, name: str) -> str:
         """Return the innermost folder around a file that has a JSON file of its own."""
@@ -268,7 +273,7 @@ class RemoteFiles:
     def _look_up(self, folder: str, name: str) -> Found:
         """Ask for a file; the first time, for all files of its folder, which takes one request for a thousand of them."""
         listing = self._listings[folder]
-        if folder not in self._listed and self._kind != "http":  # web servers have no lists
+        if folder not in self._listed and self.has_lists:
             try:
                 listing |= self.list_all(folder)
             except StorePermissionError:
@@ -299,7 +304,7 @@ class RemoteFiles:
 
     def _asking(self, name: str, ask: Callable[[], T]) -> T:
         """Ask the server; again, if its answer breaks off. Its errors become store errors."""
-        return asking(self.location, ask, partial(self._missing, name), address(self, name) if name else self.location)
+        return asking(address(self, name) if name else self.location, ask, partial(self._missing, name))
 
     def _missing(self, name: str, error: BaseException | None) -> StoreDamagedError:
         missing = StoreDamagedError(
@@ -368,20 +373,23 @@ def kind_of(location: str) -> str:
 
 
 def asking(
-    location: str, ask: Callable[[], T], missing: Callable[[BaseException], StoreError], where: str | None = None
+    where: str, ask: Callable[[], T], missing: Callable[[BaseException], StoreError], *, what: str = "read"
 ) -> T:
-    """Ask a server; again, if its answer breaks off. Its errors become store errors. missing: the error for what is not there."""
+    """Ask a server; again, if its answer breaks off. Its errors become store errors.
+
+    missing: the error for what is not there. what: what is done to `where`, "read" or "written".
+    """
     wait = FIRST_WAIT
-    for last in [False] * (TRIES - 1) + [True]:
+    for is_last in [False] * (TRIES - 1) + [True]:
         try:
             return ask()
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise explained(location, error) from None
+                raise explained(where, error, what) from None
             raise missing(error) from error
         except (BaseError, OSError) as error:
-            if last or not _broke_off(error):
-                raise explained(where or location, error) from error
+            if is_last or not _broke_off(error):
+                raise explained(where, error, what) from error
         time.sleep(wait * random.uniform(0.5, 1.5))
         wait *= 2
     raise AssertionError
@@ -394,29 +402,27 @@ def _broke_off(error: BaseException) -> bool:
     return isinstance(error, (GenericError, OSError)) and not is_before and BROKEN_OFF.search(text) is not None
 
 
-def explained(where: str, error: BaseException) -> StoreError:
+def explained(where: str, error: BaseException, what: str = "read") -> StoreError:
     """Return the store error for one of obstore's: what is wrong, and how to mend it."""
     text = str(error)
     credentials = CREDENTIALS.get(kind_of(where), "")
     reason = _reason(text)
+    failed = f"{where} cannot be {what}"
     if "NoSuchBucket" in text:
         bucket = urlsplit(where).netloc
-        return StoreMissingError(
-            f"{where} cannot be read: there is no bucket {bucket!r}. Check the address and the endpoint."
-        )
+        return StoreMissingError(f"{failed}: there is no bucket {bucket!r}. Check the address and the endpoint.")
     if WRONG_REGION.search(text):
-        return StoreError(f"{where} cannot be read: the bucket is in another region ({reason}). Set AWS_REGION.")
+        return StoreError(f"{failed}: the bucket is in another region ({reason}). Set AWS_REGION.")
     if NO_CREDENTIALS.search(text):
-        return StorePermissionError(f"{where} cannot be read: no credentials were found. {credentials}")
+        return StorePermissionError(f"{failed}: no credentials were found. {credentials}")
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or DENIED.search(text):
-        return StorePermissionError(f"{where} cannot be read: access is denied ({reason}). {credentials}")
-    if isinstance(error, NotSupportedError):
-        return StoreError(f"{where} does not allow this: {reason}.")
+        return StorePermissionError(f"{failed}: access is denied ({reason}). {credentials}")
     if "error sending request" in text:
         return StoreError(
             f"{where} cannot be reached ({reason}). Check the network, the host's name and, if it is set, the endpoint."
         )
-    return StoreError(f"{where} cannot be read: {reason}. Try again; what has been read stays in the cache.")
+    cure = "Try again; what has been read stays in the cache." if what == "read" else "Try again: it goes on from here."
+    return StoreError(f"{failed}: {reason}. {cure}")
 
 
 def _reason(text: str) -> str:
