@@ -66,7 +66,7 @@ def test_the_page_of_the_command_line_has_every_command():
     for command in app.registered_commands:
         name = command.name or command.callback.__name__
         assert f"## dualform {name}\n" in text
-    assert "| `RUN` | The folder given to dualform.record(). | required |" in text
+    assert "| `RUN` | The folder given to dualform.record(), or an address: s3://bucket/folder. | required |" in text
     assert "| `--json` |" in text
 
 

@@ -3,6 +3,7 @@
 - What there is: `format` (names and manifest), `labels` (which run a file belongs to), `consistency` (whether everything fits).
 - Files: `files` (the interface, and a folder on this machine), `lock` (one writer at a time), `tensors` (safetensors), `tables` (Parquet),
   `parquet` (what a Parquet file says about itself).
+- Elsewhere: `remote` (a store at an address, read through `cache`), `copying` (recordings from place to place), `uploads` (files to an address).
 - Both ways: `encoding` (vectors to stored bytes and back), `memory` (buffers that are used again).
 - Writing: `records` (what the recorder hands over), `chunks` (from steps to tensors), `writer` (the thread that seals chunks, snapshots and
   totals).
