@@ -103,8 +103,9 @@ def test_the_second_time_only_the_manifest_and_the_list_are_read(server, expecte
     server.requests.clear()
     assert same(answers(RUN), expected)
     paths = [request.path for request in server.requests]
-    assert {path.partition("?")[0] for path in paths} == {"/bucket/run/manifest.json", "/bucket"}
-    assert len(paths) <= 5  # lists come in pages
+    names = {path.partition("?")[0] for path in paths}
+    assert names == {"/bucket/run/manifest.json", "/bucket/run/run.json", "/bucket"}
+    assert len(paths) <= 6  # lists come in pages
 
 
 def test_curvature_is_kept_in_the_cache(server, recorded, tmp_path):
@@ -312,7 +313,7 @@ def test_no_credentials(server, monkeypatch):
 
 def test_nobody_answers(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StoreError, match=f"{RUN}/manifest.json cannot be reached .*Check the network"):
+    with pytest.raises(StoreError, match=f"{RUN}/run.json cannot be reached .*Check the network"):
         dualform.open(RUN)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from dualform.errors import DualformError, RecordingError
 from dualform.record.ranks import Ranks
 from dualform.record.resuming import EarlierRecording
-from dualform.store.files import WritableFiles, files_at, writing
+from dualform.store.files import WritableFiles, folder_at, writing
 from dualform.store.format import Grouping, read_manifest
 from dualform.store.lock import prepare
 from dualform.store.reader import Store
@@ -41,16 +41,16 @@ def open_place(
 ) -> tuple[WritableFiles, EarlierRecording | None]:
     """Return the files to record into, empty, or with the recording that is gone on with."""
     if ranks is None:
-        files = files_at(path)
+        files = folder_at(path)
         if resume is False:
             prepare(files, overwrite=overwrite)
             return files, None
         _refuse_run(files)
         return files, EarlierRecording(files, None if resume is True else resume)
-    own = files_at(ranks.path_of_shard(path))
+    own = folder_at(ranks.path_of_shard(path))
     if resume is False:
         if ranks.rank == 0:
-            _together(ranks, lambda: prepare(files_at(path), overwrite=overwrite))
+            _together(ranks, lambda: prepare(folder_at(path), overwrite=overwrite))
         else:
             ranks.agree(None)
         _together(ranks, lambda: prepare(own, overwrite=overwrite))
@@ -87,7 +87,7 @@ def _refuse_run(files: WritableFiles) -> None:
 
 def _sealed_steps(path: str | os.PathLike[str], own: WritableFiles, ranks: Ranks) -> int:
     """Return how many steps this rank has sealed, if the run has as many ranks as now."""
-    files = files_at(path)
+    files = folder_at(path)
     if is_run(files):
         before = read_run(files).ranks
     else:
@@ -107,7 +107,7 @@ def _first_of(files: WritableFiles, own: WritableFiles) -> WritableFiles:
 
 def begin_run(path: str | os.PathLike[str], ranks: Ranks, name: str, *, is_new: bool) -> None:
     """Say that there is a run, once all of its shards have begun. name: its name, which the manifests of all shards have."""
-    files = files_at(path)
+    files = folder_at(path)
 
     def write() -> None:
         if ranks.rank == 0 and is_new:

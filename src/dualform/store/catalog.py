@@ -75,6 +75,8 @@ class Catalog:
         """manifest: another one than that on disk (a resumed run)."""
         self.files = files
         self.location = files.location
+        self.is_elsewhere = isinstance(files, CachedFiles)
+        """Whether the files are read through a cache, in which what is kept takes room."""
         self._cache: dict[Hashable, Any] = {}
         self._cache_by_step: LRUCache[int, dict[Hashable, Any]] = LRUCache(CACHED_STEPS)
         self._cache_lock = Lock()

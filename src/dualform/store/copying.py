@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dualform.arrays import Bytes
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError, StoreMissingError
 from dualform.progress import Progress
 from dualform.store.files import (
     Files,
     LocalFiles,
-    Ranges,
     address,
     create,
     files_at,
+    files_within,
     flush_folder,
     folder_at,
     is_address,
@@ -31,10 +30,9 @@ from dualform.store.files import (
 from dualform.store.format import LOCK, MANIFEST, File, Manifest, checksum, read_manifest
 from dualform.store.lock import FolderLock
 from dualform.store.samples import SAMPLES
+from dualform.store.shards import RUN
 from dualform.store.tensors import ArrayFile, describe_file
 
-RUN_FILE = "run.json"
-"""Names the folders of a run of several ranks."""
 NOT_COPIED = ("chunk-", "snapshot-", "totals-", "curvature-", ".")
 """How files and folders begin that count only if a manifest names them, or that can be made again."""
 COPYING = ".copying"
@@ -145,7 +143,7 @@ class Copier:
             files = self.target.files
             if read_if_there(files, f"{folder}{MANIFEST}") is None:
                 continue
-            there = read_manifest(Within(files, folder))
+            there = read_manifest(files_within(files, folder))
             if there.run != manifest.run:
                 raise StoreExistsError(
                     f"{files.location} holds another recording already. Choose another place for the copy, or remove that one."
@@ -209,7 +207,7 @@ class Plan:
 def plan_copy(source: Files) -> Plan:
     """Find out which files a recording consists of. Files beside it, such as texts and settings, belong to it where they can be listed."""
     names = _listed(source)
-    heads = [name for name in names if name.rpartition("/")[2] in (MANIFEST, RUN_FILE)]
+    heads = [name for name in names if name.rpartition("/")[2] in (MANIFEST, RUN)]
     # Folders first; a run's own file comes after those of its ranks
     heads.sort(key=lambda name: (-name.count("/"), name))
     contents = {name: source.read(name) for name in heads}
@@ -219,7 +217,7 @@ def plan_copy(source: Files) -> Plan:
         folder, _, last = name.rpartition("/")
         if last == MANIFEST:
             folder = f"{folder}/" if folder else ""
-            manifests[folder] = read_manifest(Within(source, folder))
+            manifests[folder] = read_manifest(files_within(source, folder))
             files |= {f"{folder}{file}": described for file, described in manifests[folder].files()}
     if not manifests:
         read_manifest(source)  # says what is missing
@@ -244,32 +242,6 @@ def _belongs(name: str) -> bool:
     """Whether a file that no manifest names is copied: none that is unfinished or left over."""
     parts = name.split("/")
     return parts[-1] != LOCK and not any(part.startswith(NOT_COPIED) for part in parts)
-
-
-class Within:
-    """The files of a folder within a store."""
-
-    def __init__(self, outer: Files, folder: str):
-        """folder: with a slash at its end; "": the store itself."""
-        self.outer = outer
-        self.folder = folder
-        self.location = address(outer, folder).rstrip("/")
-
-    def size(self, name: str) -> int:
-        """Return the size of a file."""
-        return self.outer.size(self.folder + name)
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file."""
-        return self.outer.read(self.folder + name)
-
-    def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to `end`, or fewer if the file ends before."""
-        return self.outer.read_range(self.folder + name, begin, end)
-
-    def map(self, name: str) -> Bytes | Ranges:
-        """Return the content of a file."""
-        return self.outer.map(self.folder + name)
 
 
 def identity(files: Files, name: str) -> tuple[int, str]:
@@ -304,7 +276,7 @@ class FolderTarget:
         self.files = files
         with writing(files.location):
             names = files.list()
-            if names and not {MANIFEST, RUN_FILE, COPYING} & set(names):
+            if names and not {MANIFEST, RUN, COPYING} & set(names):
                 raise StoreExistsError(
                     f"{files.location} is not empty and holds no recording. Choose another folder for the copy."
                 )

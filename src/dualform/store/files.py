@@ -125,8 +125,7 @@ class CachedFiles(Files, Protocol):
     def fetch(self, names: Sequence[str]) -> None:
         """Read whole files into the cache, several at a time, as somebody is about to read them."""
 
-    @property
-    def made(self) -> LocalFiles:
+    def made_files(self) -> LocalFiles:
         """A folder on this machine for files that are made from the store and can be made again."""
 
 
@@ -154,6 +153,65 @@ class WritableFiles(Files, Protocol):
 
     def open_lock(self, name: str) -> BinaryIO:
         """Open the file that a writer locks, or create it."""
+
+
+class FilesWithin:
+    """The files of a folder within a store."""
+
+    def __init__(self, files: Files, folder: str):
+        """folder: with a slash at its end."""
+        self._files = files
+        self._folder = folder
+        self.location = address(files, folder).rstrip("/")
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return self._files.size(self._folder + name)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file."""
+        return self._files.read(self._folder + name)
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end`, or fewer if the file ends before."""
+        return self._files.read_range(self._folder + name, begin, end)
+
+    def map(self, name: str) -> Bytes | Ranges:
+        """Return the content of a file as an array, or as what reads its slices."""
+        return self._files.map(self._folder + name)
+
+
+class CachedFilesWithin(FilesWithin):
+    """The files of a folder within a store that is read through a cache."""
+
+    def __init__(self, files: CachedFiles, folder: str):
+        """folder: with a slash at its end."""
+        super().__init__(files, folder)
+        self._cached = files
+        self.most_mapped = files.most_mapped
+
+    def forget(self, name: str) -> None:
+        """Drop what the cache holds of a file."""
+        self._cached.forget(self._folder + name)
+
+    def look_up(self, names: Sequence[str]) -> None:
+        """Find out the sizes of files, several at a time."""
+        self._cached.look_up([self._folder + name for name in names])
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Read whole files into the cache, several at a time."""
+        self._cached.fetch([self._folder + name for name in names])
+
+    def made_files(self) -> LocalFiles:
+        """A folder on this machine for files that are made from the store and can be made again."""
+        return self._cached.made_files()
+
+
+def files_within(files: Files, folder: str) -> Files:
+    """Return the files of a folder within a store. folder: with a slash at its end; "": the store itself."""
+    if not folder:
+        return files
+    return CachedFilesWithin(files, folder) if isinstance(files, CachedFiles) else FilesWithin(files, folder)
 
 
 def address(files: Files, name: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from dualform.errors import StoreDamagedError, StoreError, StoreExistsError
-from dualform.store.files import WritableFiles, files_at, reading, writing
+from dualform.store.files import WritableFiles, folder_at, reading, writing
 from dualform.store.format import LOCK, MANIFEST, read_manifest
 from dualform.store.samples import SAMPLES
 from dualform.store.shards import RUN, SHARD_NAME, is_run, read_run
@@ -118,7 +118,7 @@ def prepare(files: WritableFiles, *, overwrite: bool) -> None:
         raise
     if not names:
         return
-    shards = [files_at(f"{location}/{name}") for name in names if SHARD_NAME.fullmatch(name)]
+    shards = [folder_at(f"{location}/{name}") for name in names if SHARD_NAME.fullmatch(name)]
     has_manifest = MANIFEST in names or RUN in names
     # Without a manifest there are at most the leftovers of a recording that was killed before its first one
     is_ours = _is_recording(files) if has_manifest else all(_is_part_of_a_store(name) for name in names)

@@ -225,8 +225,13 @@ class Store(ChunkFiles):
 
     def _encoded(self, place: int, number: int, what: str) -> Encoded:
         """Return a layer's vectors in one chunk."""
-        file = self.chunk_file(place)
-        return stored_vectors(file, number, what)
+        if self.is_elsewhere:  # those that are kept stay mapped
+            return stored_vectors(self.chunk_file(place), number, what)
+        return self._kept_encoded(place, number, what)
+
+    @cached_method
+    def _kept_encoded(self, place: int, number: int, what: str) -> Encoded:
+        return stored_vectors(self.chunk_file(place), number, what)
 
     def gradients(self, parameter: str) -> Tensor | None:
         """Return the kept gradients of a parameter, (updates, *shape) in the order of its updates; None: not kept."""

@@ -130,6 +130,8 @@ class RemoteFiles:
 
     def size(self, name: str) -> int:
         """Return the size of a file."""
+        if name.endswith(".json"):  # it may have been written again since the others were listed
+            return _found(self._asking(name, lambda: obstore.head(self.objects, name))).size
         return self._found(name).size
 
     def read(self, name: str) -> bytes:
@@ -177,8 +179,7 @@ class RemoteFiles:
         with ThreadPoolExecutor(FETCHERS) as pool:
             list(pool.map(quietly, names))
 
-    @property
-    def made(self) -> LocalFiles:
+    def made_files(self) -> LocalFiles:
         """A folder on this machine for files that are made from the store and can be made again."""
         return self.cache.folder_for(_hashed(self.location))
 

@@ -30,7 +30,7 @@ from dualform.store.joined import JoinedTensor
 from dualform.store.joined_chunks import JoinedChunk, KeyNumbers, Part, order_of
 from dualform.store.labels import Label, Labels
 from dualform.store.reader import Store
-from dualform.store.shards import RANK, RANKS, RunFile, ShardFiles, is_run, read_run, shard_name
+from dualform.store.shards import RANK, RANKS, RunFile, is_run, read_run, shard_files, shard_name
 from dualform.store.tables import factor_table
 from dualform.store.tensors import TensorFile
 
@@ -151,6 +151,11 @@ class Run(Store):
         return self._shards[0].open_snapshot(kind, step)
 
     @cached_method
+    def _fetch_tables(self, name: str) -> None:
+        """Read a table of every chunk into the cache."""
+        for shard in self._shards:
+            shard._fetch_tables(name)
+
     def chunk_table(self, place: int, name: str) -> pl.DataFrame:
         """Return a table of a chunk."""
         parts = self.parts_of_chunks[place]
@@ -183,7 +188,7 @@ def _open_shards(files: Files, run: RunFile) -> list[Store]:
     """Open all shards, each up to the last step that all of them have sealed."""
     shards = []
     for rank in range(run.ranks):
-        shard = Store(ShardFiles(files, rank))
+        shard = Store(shard_files(files, rank))
         settings = shard.manifest.settings
         is_named = (settings.get(RANK), settings.get(RANKS)) == (str(rank), str(run.ranks))
         if shard.manifest.run != run.run or not is_named:

@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from dualform.arrays import Bytes
-from dualform.errors import StoreDamagedError, StoreError, StoreVersionError
+from dualform.errors import StoreDamagedError, StoreError, StorePermissionError, StoreVersionError
 from dualform.layers.layer import Count
-from dualform.store.files import Files, WritableFiles, address
+from dualform.store.files import Files, WritableFiles, address, files_within
 from dualform.store.format import Manifest, Totals, checksum, compact_json
 
 RUN = "run.json"
@@ -50,6 +49,8 @@ def is_run(files: Files) -> bool:
     """Whether a folder has a `run.json`."""
     try:
         files.size(RUN)
+    except StorePermissionError:
+        return False  # S3 says so of a file that is not there, to whoever may not list; reading the manifest will tell
     except StoreError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return False
@@ -100,26 +101,6 @@ def _digest(content: dict[str, Any]) -> str:
     return checksum(compact_json(content).encode())
 
 
-class ShardFiles:
-    """The files of a shard, read through the files of its run."""
-
-    def __init__(self, files: Files, rank: int):
-        self._files = files
-        self._folder = shard_name(rank)
-        self.location = f"{files.location}/{self._folder}"
-
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-        return self._files.size(f"{self._folder}/{name}")
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file."""
-        return self._files.read(f"{self._folder}/{name}")
-
-    def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to `end`, or fewer if the file ends before."""
-        return self._files.read_range(f"{self._folder}/{name}", begin, end)
-
-    def map(self, name: str) -> Bytes:
-        """Return the content of a file as an array."""
-        return self._files.map(f"{self._folder}/{name}")
+def shard_files(files: Files, rank: int) -> Files:
+    """Return the files of a shard, read through the files of its run."""
+    return files_within(files, f"{shard_name(rank)}/")

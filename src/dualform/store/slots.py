@@ -398,8 +398,9 @@ class SlotChunk:
 def stored_vectors(file: TensorFile, number: int, what: str) -> Encoded:
     """Return a layer's keys, error signals or row gradients in a file, without exponents if all of them are zero. what: "key", "error" or "gradient"."""
     name = f"{number}.{what}_exponents"
-    exponents = file[name] if file.has_values(name) else None
-    return Encoded(file[f"{number}.{what}s"], exponents)
+    exponents = file[name] if name in file else None
+    is_scaled = exponents is not None and bool(exponents.any())
+    return Encoded(file[f"{number}.{what}s"], exponents if is_scaled else None)
 
 
 def _at_a_time(width: int) -> int:

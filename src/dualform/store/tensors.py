@@ -84,7 +84,6 @@ class CheckedFile(ABC, Generic[A]):
         self._name = name
         self._content = files.map(name)
         self._data_begin = len(raw)
-        self._has_values: dict[str, bool] = {}
         self._checked: MutableMapping[str, A] = {}
         if isinstance(self._content, Ranges):
             # What is not mapped from the store itself takes memory or disk: it is let go when nobody uses it
@@ -134,12 +133,6 @@ class CheckedFile(ABC, Generic[A]):
             if isinstance(self._content, Ranges):
                 self._content.hold(array, array.nbytes)
         return array
-
-    def has_values(self, name: str) -> bool:
-        """Whether there is an array of this name with a number that is not zero. Looks once."""
-        if name not in self._has_values:
-            self._has_values[name] = name in self and bool(self[name].any())
-        return self._has_values[name]
 
     def _checked_array(self, name: str) -> A:
         array = read_fitting(

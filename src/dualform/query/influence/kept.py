@@ -55,7 +55,7 @@ def keep(files: Files, name: str, curvature: Curvature) -> None:
 
 
 def _where_kept(files: Files) -> Files:
-    return files.made if isinstance(files, CachedFiles) else files
+    return files.made_files() if isinstance(files, CachedFiles) else files
 
 
 def _tensors(curvature: Curvature) -> dict[str, list[Array]]:
