@@ -421,6 +421,18 @@ def test_influence_is_what_the_library_says(run, queries, architecture, method):
     assert answer["estimated"] is True
 
 
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_influence_on_an_executor(run, queries, architecture, executor):
+    asked = "influence", run, "--test", queries, "--model", architecture, "--top", 2, "--json"
+    expected = json.loads(call(*asked).stdout)["top"]
+    assert json.loads(call(*asked, "--executor", executor).stdout)["top"] == expected
+
+
+def test_an_unknown_executor(run, queries, architecture):
+    found = call("influence", run, "--test", queries, "--model", architecture, "--executor", "spark")
+    assert found.exit_code == 2
+
+
 @pytest.mark.parametrize("mean", ["tokens", "rows", "none"])
 def test_influence_with_another_mean(run, queries, architecture, mean):
     asked = "influence", run, "--test", queries, "--model", architecture, "--loss-mean", mean, "--top", 2, "--json"

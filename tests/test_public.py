@@ -115,6 +115,7 @@ BUILTINS = {
     errors.StoreDamagedError: OSError,
     errors.StoreVersionError: OSError,
     errors.WriterError: OSError,
+    errors.WorkersLostError: RuntimeError,
     errors.QuestionError: ValueError,
     errors.MaskError: ValueError,
     errors.UnknownLayerError: LookupError,

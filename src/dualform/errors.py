@@ -17,6 +17,7 @@ DualformError
 ├── ForkedError (RuntimeError)             a forked process in which Polars would wait for ever
 ├── DataError (OSError)                    a dataset is missing, or not what it should be
 ├── StudyError (ValueError)                evaluate: how to train again, or what to judge by, does not fit
+├── WorkersLostError (RuntimeError)        worker processes died while they answered a question
 └── QuestionError (ValueError)             a question that makes no sense as asked
     ├── MaskError                          where=, keep= or drop= is not a condition on the rows
     ├── UnknownLayerError (LookupError)
@@ -96,6 +97,10 @@ class DataError(DualformError, OSError):
 
 class StudyError(DualformError, ValueError):
     """How a run is to be trained again, or what it is judged by, does not fit."""
+
+
+class WorkersLostError(DualformError, RuntimeError):
+    """Worker processes died again and again while they answered a question."""
 
 
 class QuestionError(DualformError, ValueError):

@@ -8,8 +8,10 @@ import torch
 from polars.testing import assert_frame_equal
 
 import dualform
+from dualform.query import executors
 from dualform.query import scan as scanning
 from dualform.query.answer import Answer
+from dualform.query.executors import runner_of
 from dualform.query.scan import scan
 from dualform.query.scorer import Scorer, Selection
 from training import samples, train
@@ -36,14 +38,15 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["attend", "contributions"])
 @pytest.mark.parametrize("tasks_ahead", [0, 8])
 def test_an_executor_changes_no_answer(trained, monkeypatch, question, kind, tasks_ahead):
-    monkeypatch.setattr(scanning, "TASKS_AHEAD", tasks_ahead)
+    monkeypatch.setattr(executors, "TASKS_AHEAD", tasks_ahead)
+    monkeypatch.setattr(scanning, "TASK_BYTES", 1)
     ask = QUESTIONS[question]
     with ThreadPoolExecutor(3) as pool:
         dual = dualform.open(trained.dual.store.location, trained.model, executor=pool)
         for layer in dual.layers:
             found = ask(getattr(dual, kind)(INPUTS)[layer])
             expected = ask(getattr(trained.dual, kind)(INPUTS)[layer])
-            assert_frame_equal(found, expected, rel_tol=1e-12, abs_tol=1e-12)
+            assert_frame_equal(found, expected, check_exact=True)
 
 
 def test_parts_and_influence_on_an_executor(trained):
@@ -58,7 +61,7 @@ def test_parts_and_influence_on_an_executor(trained):
 def test_an_error_in_a_task_reaches_the_one_who_asks(trained, monkeypatch):
     attention = trained.dual.attend(INPUTS)["2"]
     with ThreadPoolExecutor(2) as pool:
-        monkeypatch.setattr(attention, "_executor", pool)
+        monkeypatch.setattr(attention, "_executor", runner_of(pool))
         monkeypatch.setattr(attention._scorer, "score", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             attention.total("sample_id", absolute=True)

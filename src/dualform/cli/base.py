@@ -30,6 +30,7 @@ EXTRAS = {
     "plotly": "explorer",
     "transformers": "transformers",
     "obstore": "remote",
+    "ray": "ray",
 }
 """Packages that only some commands need, and the extra that brings them."""
 

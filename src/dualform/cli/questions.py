@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dualform.cli.application import app
 from dualform.cli.base import Json, Run, one_line_errors, print_json, progress_bars
+from dualform.cli.executors import Executor, closing_dual
 from dualform.cli.models import Model, OptionalModel, Tokenizer, find_model, find_tokenizer
 from dualform.named import find
 
@@ -94,19 +95,18 @@ def influence(
             show_default="tokens, or what collect() was told",
         ),
     ] = None,
+    executor: Executor = None,
     as_json: Json = False,
 ) -> None:
     """Estimate which training rows support the answers to test inputs: what would change without them.
 
     Curvature is built from the recording's slots at the first question and kept beside them.
     """
-    import dualform
     from dualform import exports
     from dualform.terminal import show_influence
 
-    dual = dualform.open(run, find_model(named))
-    inputs = exports.read_inputs(test, dual)
-    with progress_bars() as progress:
+    with closing_dual(run, named, executor) as dual, progress_bars() as progress:
+        inputs = exports.read_inputs(test, dual)
         chosen = None if not target else target[0] if len(target) == 1 else target
         found = dual.influence(
             inputs,
@@ -154,13 +154,11 @@ def sources(
             show_default="tokens, or what collect() was told",
         ),
     ] = None,
+    executor: Executor = None,
     as_json: Json = False,
 ) -> None:
     """Rank training documents by what a language model's completion of a prompt rests on, in total and token by token."""
-    import dualform
-
-    dual = dualform.open(run, find_model(named))
-    with progress_bars() as progress:
+    with closing_dual(run, named, executor) as dual, progress_bars() as progress:
         found = dual.sources(
             prompt.replace("\\n", "\n"),
             None if completion is None else completion.replace("\\n", "\n"),

@@ -7,7 +7,8 @@ arrives first in a backward pass. For a classifier these are the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,7 @@ class LossMean:
         """mean: one of LOSS_MEANS."""
         self.mean = mean
         layers = store.manifest.layers
+        self._layers = len(layers)
         chunks = [chunk for layer in layers for chunk in store.addresses(layer.name)]
         of_calls = divisors(_calls(chunks), mean)
         self._of_chunk: dict[tuple[int, int], Floats] = {}
@@ -119,6 +121,13 @@ class LossMean:
             end = start + len(chunk.blocks)
             self._of_chunk[_key(chunk)] = of_calls[start:end]
             start = end
+
+    def part(self, steps: Iterable[int]) -> LossMean:
+        """Return what is known of the chunks that begin with these steps."""
+        keys = {(layer, step) for layer in range(self._layers) for step in steps}
+        found = copy.copy(self)
+        found._of_chunk = {key: self._of_chunk[key] for key in keys & self._of_chunk.keys()}
+        return found
 
     def of_blocks(self, chunk: SlotChunk) -> Floats:
         """Return what the error signals of each block were divided by, (blocks,)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
 
@@ -116,6 +116,12 @@ class Coefficients:
         table = np.zeros((here.end - here.begin + 1, here.factors.shape[1] + 1))
         table[here.steps - here.begin, :-1] = self.walked.c[:, None] * here.factors
         return table
+
+    def between(self, begin: int, end: int) -> Coefficients:
+        """Those of the gradients of a shorter stretch, still up to the same moment."""
+        own = self.updates
+        here = slice(*np.searchsorted(own.steps, [begin, end]).tolist())
+        return Coefficients(own.between(begin, end), replace(self.walked, c=self.walked.c[here]))
 
     def of_blocks(self, chunk: SlotChunk) -> Floats:
         """(blocks,): coefficient × factor of each block's slots; 0 for blocks outside the stretch."""

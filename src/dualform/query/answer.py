@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +14,15 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Ints
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.layers.layer import Layer
 from dualform.query.conditions import Condition, Where
+from dualform.query.executors import HERE, Runner
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side
 from dualform.query.reducers import TopK, Totals
-from dualform.query.scan import Ints, R, query_blocks, scan, tiles
+from dualform.query.scan import R, scan, scan_blocks, tiles
 from dualform.query.scorer import Scorer, Selection
 from dualform.query.search import top_k
 from dualform.query.search.index import TopKRequest
@@ -51,12 +52,10 @@ class Sums(NamedTuple):
 class Answer:
     """The scores of slots for some queries. Threads may share it."""
 
-    def __init__(
-        self, scorer: Scorer, shape: dict[str, int], *, silent: bool = False, executor: Executor | None = None
-    ):
+    def __init__(self, scorer: Scorer, shape: dict[str, int], *, silent: bool = False, executor: Runner = HERE):
         """shape: how many queries there are along each part of their address, e.g. query and position.
 
-        silent: whether slots that wrote nothing (padding, ignored labels) take part. executor: runs scans; None: this thread.
+        silent: whether slots that wrote nothing (padding, ignored labels) take part. executor: where scans run.
         """
         self._scorer = scorer
         self._shape = tuple(shape.values())
@@ -206,11 +205,11 @@ class Answer:
         selection = self._selection(where)
         totals = torch.zeros(scorer.queries, len(groups), dtype=torch.float64)
         found = Totals(groups, 0, absolute)
-        for queries in query_blocks(scorer, len(groups)):
-            count = queries.stop - queries.start
-            found = Totals(groups, count, absolute)
-            pieces = selection.pieces()
-            scan(pieces, scorer, found, self._executor, queries=queries)
+
+        def totals_of(count: int) -> Totals:
+            return Totals(groups, count, absolute)
+
+        for queries, found in scan_blocks(scorer, len(groups), selection.pieces, totals_of, self._executor):
             totals[queries] = found.totals.T
         appeared = found.first.argsort(stable=True)
         values = _lines(groups.values, appeared)

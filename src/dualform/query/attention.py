@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from dualform.errors import QuestionError
 from dualform.layers.keys import select_columns
 from dualform.layers.layer import Layer
 from dualform.query.answer import Answer
+from dualform.query.executors import HERE, Runner
 from dualform.query.ranking import Order
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import AttentionBounds, Products, StoredVectors, key_numbers
@@ -25,6 +25,7 @@ class AttentionScorer(Scorer):
     """Scores slots by key · query."""
 
     value = "weight"
+    not_sent = ("_by_key",)
 
     def __init__(
         self, store: Store, layer: Layer, end: int, queries: Tensor, dtype: torch.dtype, columns: Sequence[int] = ()
@@ -107,7 +108,7 @@ class LayerAttention(Answer):
         columns: Sequence[int] = (),
         *,
         silent: bool = False,
-        executor: Executor | None = None,
+        executor: Runner = HERE,
     ):
         """queries: (examples, positions, d_in). columns: begin and end of the part of the keys that counts; default: all."""
         examples, positions, width = queries.shape

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.dual.coefficients import Coefficients, Updates, is_elementwise, updates_of, walked
 from dualform.dual.gradients import description
 from dualform.dual.rows import Rows, chosen_rows
@@ -23,7 +26,7 @@ from dualform.layers.written import used_rows
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay
 from dualform.query.ranking import Order
-from dualform.query.scan import Bools, query_blocks
+from dualform.query.scan import query_blocks
 from dualform.query.scorer import Scorer
 from dualform.query.search.bounds import ContributionBounds, Products, StoredVectors, key_numbers
 from dualform.query.search.index import SlotIndex
@@ -62,7 +65,10 @@ class ContributionScorer(Scorer):
         self.query_layer = layer if query_layer is None else query_layer
         self.uses = self.query_layer.uses if uses is None else uses
         self._progress = progress
-        self._replay = ContributionReplay(self, progress)
+
+    @cached_property
+    def _replay(self) -> ContributionReplay:
+        return ContributionReplay(self, self._progress)
 
     @property
     def is_tied(self) -> bool:
@@ -97,6 +103,24 @@ class ContributionScorer(Scorer):
             uses=uses,
             progress=self._progress,
         )
+
+    # Tasks
+
+    sent = ("_is_replayed", "_sums_positions_first", "_rows", "coefficients")
+    not_sent = ("_progress",)
+
+    @property
+    def is_divisible(self) -> bool:
+        """A replay scores all slots in one walk through training, which every task would have to take again."""
+        return not self._is_replayed
+
+    def part(self, runs: Sequence[Any]) -> ContributionScorer:
+        """Return a scorer with the coefficients of the runs' steps alone."""
+        begin = runs[0].chunk.first_step
+        end = runs[-1].chunk.end_step
+        scorer = copy.copy(self)
+        scorer.coefficients = {name: found.between(begin, end) for name, found in self.coefficients.items()}
+        return scorer
 
     # Scores
 
@@ -218,9 +242,15 @@ class ContributionScorer(Scorer):
 
     def rows_of(self, use: Use) -> Rows | None:
         """Return the rows of a weight that the target depends on; None: all."""
-        if use.role != "weight" or not self._units:
-            return None
-        return chosen_rows(self.store, use.parameter, self._units)
+        return self._rows.get(use)
+
+    @cached_property
+    def _rows(self) -> dict[Use, Rows | None]:
+        """By the use of a weight: the rows of it that the target depends on."""
+        weights = [use for use in self.uses if use.role == "weight"]
+        if not weights or not self._units:
+            return {}
+        return {use: chosen_rows(self.store, use.parameter, self._units) for use in weights}
 
     @cached_property
     def _largest_product(self) -> int:

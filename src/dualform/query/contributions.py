@@ -7,7 +7,6 @@ logits), first order in hidden layers, with the remainder shown.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from functools import cached_property
 
 import polars as pl
@@ -20,8 +19,9 @@ from dualform.layers.layer import Layer
 from dualform.query.answer import Answer
 from dualform.query.attention import part_columns
 from dualform.query.contribution_scorer import ContributionScorer
+from dualform.query.executors import HERE, Runner
 from dualform.query.reducers import Sum
-from dualform.query.scan import query_blocks, scan
+from dualform.query.scan import scan_blocks
 from dualform.store.format import INITIAL
 
 GATES = {4: ("i", "f", "g", "o"), 1: ("h",)}
@@ -32,9 +32,7 @@ class LayerContributions(Answer):
 
     _scorer: ContributionScorer
 
-    def __init__(
-        self, scorer: ContributionScorer, target: Tensor, *, silent: bool = False, executor: Executor | None = None
-    ):
+    def __init__(self, scorer: ContributionScorer, target: Tensor, *, silent: bool = False, executor: Runner = HERE):
         """target: (examples,)."""
         super().__init__(scorer, {"query": scorer.queries}, silent=silent, executor=executor)
         self._target = target.to("cpu", torch.float64)
@@ -118,9 +116,8 @@ class LayerContributions(Answer):
     def _sum_of_slots(self) -> Tensor:
         """Return the sum of all contributions, (examples,) float64."""
         total = torch.zeros_like(self._target)
-        for queries in query_blocks(self._scorer, 1):
-            found = Sum(queries.stop - queries.start)
-            scan(self._selection(None).pieces(), self._scorer, found, self._executor, queries=queries)
+        pieces = self._selection(None).pieces
+        for queries, found in scan_blocks(self._scorer, 1, pieces, Sum, self._executor):
             total[queries] = found.total
         return total
 

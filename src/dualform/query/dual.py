@@ -34,6 +34,7 @@ from dualform.query.completions import Prompt, encode_completion
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
+from dualform.query.executors import HERE, Runner, runner_of
 from dualform.query.explained import ExplainedMovement, explain_movement
 from dualform.query.forward import count_rows, run
 from dualform.query.influence.answers import Influence
@@ -56,19 +57,19 @@ COUNTERS = ("step", "mu_product")
 
 
 def open(
-    path: str | os.PathLike[str] | Files, model: nn.Module | None = None, *, executor: Executor | None = None
+    path: str | os.PathLike[str] | Files, model: nn.Module | None = None, *, executor: str | Executor | None = None
 ) -> Dual:
     """Open a recording. The model gives the architecture; weights come from the store; the model is not changed.
 
     path: a folder; an address, such as s3://bucket/run (docs/remote.md); or the files of a store elsewhere, read through the methods of
     `store.files.Files`.
-    Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where scans run, e.g. a
-    `concurrent.futures.ThreadPoolExecutor`; default: in the thread that asks.
+    Without a model: `info`, `verify`, `layer`, and attention for query vectors. executor: where slots are scored: "threads", "processes",
+    "ray" (the cluster at RAY_ADDRESS, else one on this machine), or any `concurrent.futures.Executor`; default: in the thread that asks.
     """
     files = path if isinstance(path, Files) else files_at(path)
     store = open_store(files)
     model = getattr(model, "_orig_mod", model)  # what torch.compile() wraps
-    return Dual(store, model, store.end_step, executor)
+    return Dual(store, model, store.end_step, runner_of(executor))
 
 
 class Dual:
@@ -77,7 +78,7 @@ class Dual:
     Threads may share it and its answers. They wait for each other only while the model runs on their inputs.
     """
 
-    def __init__(self, store: Store, model: nn.Module | None, end: int, executor: Executor | None = None):
+    def __init__(self, store: Store, model: nn.Module | None, end: int, executor: Runner = HERE):
         self._store = store
         self.end_step = end
         self._model = model
@@ -181,6 +182,10 @@ class Dual:
         last = self._network.weights_at(self.end_step)
         return compare(first, last, published, str(checkpoint) if is_path else "the checkpoint")
 
+    def close(self) -> None:
+        """End what `executor=` has started: threads, processes, Ray. An executor that was given stays as it is."""
+        self._executor.backend.close()
+
     # Moments of training
 
     def at(self, step: int) -> Dual:
@@ -261,6 +266,7 @@ class Dual:
                 require_gradients(self.store, "contributions()", layer.parameters[0])
         captured = run(self._query_model, chosen, inputs, reader.rows, manifest.batch_axis, aim)
         answers = {}
+        executor = self._executor.reporting(progress)
         for name, found in captured.layers.items():
             _, layer = self.store.layer(name)
             assert found.gradients is not None
@@ -273,7 +279,7 @@ class Dual:
                 compute_dtype(self.store, layer.parameters[0]),
                 progress=progress,
             )
-            answers[name] = LayerContributions(scorer, captured.target, silent=silent, executor=self._executor)
+            answers[name] = LayerContributions(scorer, captured.target, silent=silent, executor=executor)
         return Contributions(self.store, answers)
 
     def influence(

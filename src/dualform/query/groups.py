@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
+from dualform.arrays import Ints
 from dualform.errors import NotRecordedError, QuestionError
 from dualform.query.conditions import columns_per_position, slot_columns
-from dualform.query.scan import Ints
 from dualform.store.format import NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

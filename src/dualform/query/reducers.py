@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,12 +55,18 @@ class TopKPerGroup:
         """best: says what the best of a group are."""
         self._groups = groups
         self._empty = best.empty()
-        self._best = [best.empty() for _ in range(len(groups))]
+        self._best: dict[int, TopK] = {}
+        """Of the groups that have been seen."""
 
     @property
     def rankings(self) -> list[Ranking]:
         """The ranking of each group."""
-        return [best.ranking for best in self._best]
+        return [self._best.get(code, self._empty).ranking for code in range(len(self._groups))]
+
+    def _best_of(self, code: int) -> TopK:
+        if code not in self._best:
+            self._best[code] = self._empty.empty()
+        return self._best[code]
 
     def empty(self) -> TopKPerGroup:
         """Return one that has seen nothing."""
@@ -71,12 +79,12 @@ class TopKPerGroup:
             members = torch.nonzero(codes == code).flatten()
             slots = tile.slots[members]
             scores = tile.scores[:, members]
-            self._best[code].insert(slots, scores)
+            self._best_of(code).insert(slots, scores)
 
     def merge(self, other: TopKPerGroup) -> None:
         """Take in the best of other slots."""
-        for mine, theirs in zip(self._best, other._best, strict=True):
-            mine.merge(theirs)
+        for code, theirs in other._best.items():
+            self._best_of(code).merge(theirs)
 
 
 class Totals:
@@ -110,9 +118,28 @@ class Totals:
 
     def merge(self, other: Totals) -> None:
         """Add the totals of other slots."""
-        self.totals += other.totals
-        self.visits += other.visits
-        self.first = torch.minimum(self.first, other.first)
+        self._add_groups(*other._seen())
+
+    def _seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the groups that have slots, and their totals, visits and lowest slots: a task sees few of many groups."""
+        codes = torch.nonzero(self.visits)[:, 0]
+        return codes, self.totals[codes], self.visits[codes], self.first[codes]
+
+    def _add_groups(self, codes: Tensor, totals: Tensor, visits: Tensor, first: Tensor) -> None:
+        """Add what was seen of some groups, each of which is there once."""
+        self.totals[codes] += totals
+        self.visits[codes] += visits
+        self.first[codes] = torch.minimum(self.first[codes], first)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _totals_of, (self._groups, self._queries, self._absolute, self._seen())
+
+
+def _totals_of(groups: Groups, queries: int, absolute: bool, seen: tuple[Tensor, Tensor, Tensor, Tensor]) -> Totals:
+    """Return totals as they were before they were sent."""
+    totals = Totals(groups, queries, absolute)
+    totals._add_groups(*seen)
+    return totals
 
 
 class Sum:

@@ -11,13 +11,15 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.dual.totals import GroupTotals
 from dualform.errors import MaskError
 from dualform.layers.layer import Layer
 from dualform.query.conditions import Condition
 from dualform.query.groups import Groups
-from dualform.query.scan import Bools, Piece
+from dualform.query.scan import Piece
 from dualform.query.search.index import Index
+from dualform.query.sending import uncached
 from dualform.query.slots import describe, has_silent, written
 from dualform.store.reader import Store
 
@@ -54,6 +56,49 @@ class Scorer(ABC):
     def numbers_per_query(self) -> int:
         """How many numbers are held for each query during a scan."""
         return 0
+
+    # Tasks, which may be sent to other processes
+
+    sent: tuple[str, ...] = ()
+    """Cached properties that tasks need, and that take more than their own pieces to compute."""
+    not_sent: tuple[str, ...] = ()
+    """Attributes that are None in other processes."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the scores are known already, so that tasks would be sent what they return."""
+        return False
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether pieces can be scored apart from each other without more work."""
+        return True
+
+    def part(self, runs: Sequence[Any]) -> Scorer:
+        """Return a scorer that holds no more than these runs need."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        for name in self.sent:
+            getattr(self, name)
+        return uncached(self, self.sent) | dict.fromkeys(self.not_sent)
+
+    @property
+    def numbers_per_slot(self) -> int:
+        """How many numbers are read of a slot."""
+        return self.layer.d_in + self.layer.d_out
+
+    @property
+    def what(self) -> str:
+        """What is scored, for those who are told of the progress."""
+        return self.layer.name
+
+    @property
+    def end_slot(self) -> int:
+        """The number after that of the last slot."""
+        return self.store.slots(self.layer.name)
+
+    # What is scanned
 
     def runs(self) -> Iterator[Any]:
         """Return what is scanned, in the order of slot numbers."""

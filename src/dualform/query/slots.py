@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from dualform.query.scan import Bools, Ints
+from dualform.arrays import Bools, Ints
 from dualform.store.format import BLOCK_FIELDS, NO_ROW
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk

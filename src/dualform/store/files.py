@@ -88,6 +88,7 @@ class Files(Protocol):
     """The files of one store, to be read by their names in it: `manifest.json`, `chunk-000000/rows.parquet`.
 
     Errors are store errors that say what is wrong and how to mend it; a missing file raises StoreDamagedError from FileNotFoundError.
+    Questions that are answered in other processes (`executor=`) pickle it.
     """
 
     location: str
@@ -321,6 +322,9 @@ class LocalFiles:
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self.location = str(self.folder)
+
+    def __reduce__(self) -> tuple[type[LocalFiles], tuple[Path]]:
+        return LocalFiles, (self.folder.absolute(),)  # another process may be in another folder
 
     def path(self, name: str) -> Path:
         """Return where a file is."""

@@ -152,6 +152,7 @@ class Store(ChunkFiles):
             file=self.chunk_file(place),
             number=number,
             layer=layer,
+            chunk_number=place,
             first_slot=int(self.first_slots[place, number]),
             end_key=int(self.first_keys[place, number]) + chunk.keys[number],
             chunk=chunk,

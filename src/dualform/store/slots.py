@@ -46,6 +46,8 @@ class SlotChunk:
     file: TensorFile
     number: int
     layer: Layer
+    chunk_number: int
+    """The chunk's place among all chunks of the store."""
     first_slot: int
     end_key: int
     """Its slots name only keys with a lower number: those of this chunk and of chunks before it."""

@@ -6,8 +6,8 @@ The unit is the row, a sample in one backward pass: its scores add up over layer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,17 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.errors import QuestionError, UnknownLayerError
 from dualform.layers.layer import Layer
 from dualform.query.answer import Answer, Sums
 from dualform.query.by_layer import added
 from dualform.query.conditions import Where, condition_columns
+from dualform.query.executors import HERE, Runner
 from dualform.query.groups import Groups
 from dualform.query.influence.index import RowIndex, RowWindow, row_index
-from dualform.query.influence.scores import LinearScores, Scores
+from dualform.query.influence.scores import LinearScores, RowScores, Scores
 from dualform.query.influence.segments import Window
-from dualform.query.scan import Bools
 from dualform.query.scorer import Scorer
 from dualform.query.slots import has_silent, rows_written
 from dualform.store.reader import Store
@@ -61,6 +62,36 @@ class RowInfluenceScorer(Scorer):
         place, first_row, _ = run.window
         window = Window(place, first_row + low, first_row + high)
         return self.scores.of_rows(run.segment, self.layers, window, queries)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the scores were all computed when the question was asked."""
+        return isinstance(self.scores, RowScores)
+
+    @property
+    def numbers_per_slot(self) -> int:
+        """How many numbers are read of a row, if it has one slot in each layer."""
+        return sum(layer.d_in + layer.d_out for layer in self.layers)
+
+    @property
+    def what(self) -> str:
+        """What is scored."""
+        return "rows"
+
+    @property
+    def end_slot(self) -> int:
+        """The number after that of the last row."""
+        return max(segment.end_row for segment in self.scores.segments)
+
+    def part(self, runs: Sequence[RowWindow]) -> RowInfluenceScorer:
+        """Return a scorer with the queries of the runs' segments alone."""
+        if isinstance(self.scores, RowScores):
+            return self
+        chunks = self.store.manifest.chunks
+        steps = [chunks[run.window.place].first_step for run in runs]
+        scorer = copy.copy(self)
+        scorer.scores = self.scores.part({run.segment for run in runs}, self.layers, steps)
+        return scorer
 
     def runs(self) -> Iterator[RowWindow]:
         """Return the rows of each segment, chunk by chunk."""
@@ -120,6 +151,17 @@ class SlotInfluenceScorer(Scorer):
         self._scores = scores
         self._only_rows = only_rows
 
+    def part(self, runs: Sequence[SlotChunk]) -> SlotInfluenceScorer:
+        """Return a scorer with the queries of the segments that the runs are in."""
+        begin = runs[0].chunk.first_step
+        end = runs[-1].chunk.end_step
+        segments = enumerate(self._scores.segments)
+        numbers = {number for number, segment in segments if segment.begin < end and segment.end > begin}
+        steps = [run.chunk.first_step for run in runs]
+        scorer = copy.copy(self)
+        scorer._scores = self._scores.part(numbers, [self.layer], steps)
+        return scorer
+
     def in_scope(self, run: SlotChunk) -> Bools:
         """Return which slots are in a segment, (slots,)."""
         steps = run.blocks[:, 0]
@@ -155,7 +197,7 @@ class SlotInfluenceScorer(Scorer):
 class _InfluenceAnswer(Answer):
     """Has one axis: the queries."""
 
-    def __init__(self, scorer: Scorer, *, silent: bool = False, executor: Executor | None = None):
+    def __init__(self, scorer: Scorer, *, silent: bool = False, executor: Runner = HERE):
         super().__init__(scorer, {"query": scorer.queries}, silent=silent, executor=executor)
 
 

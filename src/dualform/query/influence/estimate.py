@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from dualform.errors import QuestionError
 from dualform.layers.layer import Layer
 from dualform.layers.projected import project_queries
 from dualform.progress import Progress, report
+from dualform.query.executors import HERE, Runner
 from dualform.query.forward import Captured, output_of, run
 from dualform.query.influence.answers import Influence, RowInfluenceScorer
 from dualform.query.influence.kernel import kernel_scores
@@ -74,7 +74,7 @@ def estimate(
     target: Target,
     settings: Settings,
     progress: Progress | None = None,
-    executor: Executor | None = None,
+    executor: Runner = HERE,
 ) -> Influence:
     """Return the influence of a run's rows, up to step `end`, on a target for test inputs."""
     if not layers:
@@ -113,7 +113,7 @@ def estimate(
     )
     scores = METHODS[settings.method](problem)
     scorer = RowInfluenceScorer(store, called, end, problem.examples, scores, dtype)
-    return Influence(scorer, silent=settings.silent, executor=executor)
+    return Influence(scorer, silent=settings.silent, executor=executor.reporting(progress))
 
 
 def _checkpoint(store: Store, segment: Segment) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.curvature.maps import LinearMap, linear_maps
 from dualform.layers.keys import Vectors
 from dualform.layers.layer import Layer
@@ -24,7 +25,6 @@ from dualform.query.influence.scores import LinearScores
 from dualform.query.influence.segments import Window, undecoded_pieces
 from dualform.query.ranking import Ranking, rank_keys, side_by_side, stacked
 from dualform.query.reducers import TopK
-from dualform.query.scan import Bools
 from dualform.query.search.index import TopKRequest
 
 TILE_BYTES = 64 << 20

@@ -22,6 +22,7 @@ from dualform.curvature.sums import DAMPING, Factors, damped
 from dualform.layers.keys import Vectors
 from dualform.layers.layer import Layer
 from dualform.query.influence.rows import slices
+from dualform.query.sending import uncached
 
 MATRIX_BYTES = 128 << 20
 """How much memory the matrices of queries may take at a time."""
@@ -78,6 +79,9 @@ class Products:
         self._slopes = slopes
         self._constant = constant
         self.lengths = lengths
+
+    def __getstate__(self) -> dict[str, object]:
+        return uncached(self)
 
     @property
     def is_one_pair(self) -> bool:

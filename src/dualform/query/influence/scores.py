@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -49,6 +49,14 @@ class LinearScores:
     """For each linear map of a layer."""
     norms: Sequence[Mapping[str, Tensor | None]] = ()
     """The norm of each row's key, where it is known: that of `Products.lengths`."""
+
+    def part(self, segments: Collection[int], layers: Sequence[Layer], steps: Sequence[int]) -> LinearScores:
+        """Return what tasks need that score slots of some segments, by number, in the chunks that begin with these steps."""
+        products = [
+            {layer.name: products[layer.name] for layer in layers} if number in segments else {}
+            for number, products in enumerate(self.products)
+        ]
+        return replace(self, products=products, norms=(), loss_mean=self.loss_mean.part(steps))
 
     def of_rows(
         self,

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
+from dualform.query.executors import HERE, Runner
 from dualform.query.ranking import Ranking, stacked_by_group
 from dualform.query.reducers import TopK, TopKPerGroup
-from dualform.query.scan import query_blocks, scan
+from dualform.query.scan import scan_blocks
 from dualform.query.search.index import TopKRequest
 
 if TYPE_CHECKING:
@@ -20,12 +20,14 @@ USE_INDEX = True
 """False: always compute all scores. The answers are the same."""
 
 
-def top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None) -> list[Ranking]:
+def top_k(scorer: Scorer, request: TopKRequest, executor: Runner = HERE) -> list[Ranking]:
     """Return the k best slots of each query, for each group of the request; without groups, a list of one ranking.
 
     The result is exact, with or without an index.
+    An index belongs to the process that asks, so where tasks are sent to others, all scores are computed.
     """
-    index = scorer.index() if USE_INDEX else None
+    may_search = USE_INDEX and executor.backend.shares_memory
+    index = scorer.index() if may_search else None
     if index is not None:
         rankings = index.search(request)
         if rankings is not None:
@@ -33,19 +35,19 @@ def top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None
     return scan_top_k(scorer, request, executor)
 
 
-def scan_top_k(scorer: Scorer, request: TopKRequest, executor: Executor | None = None) -> list[Ranking]:
+def scan_top_k(scorer: Scorer, request: TopKRequest, executor: Runner = HERE) -> list[Ranking]:
     """Return the same by computing all scores."""
     groups = request.groups
-    blocks: list[list[Ranking]] = []
-    for queries in query_blocks(scorer, request.k * request.group_count):
-        count = queries.stop - queries.start
-        pieces = request.selection.pieces()
-        best = TopK(count, request.k, request.order, scorer.dtype)
-        if groups is None:
-            scan(pieces, scorer, best, executor, queries=queries)
-            blocks.append([best.ranking])
-        else:
-            best_per_group = TopKPerGroup(groups, best)
-            scan(pieces, scorer, best_per_group, executor, queries=queries)
-            blocks.append(best_per_group.rankings)
-    return stacked_by_group(blocks, request.group_count, scorer.dtype)
+    pieces = request.selection.pieces
+    width = request.k * request.group_count
+
+    def best_of(count: int) -> TopK:
+        return TopK(count, request.k, request.order, scorer.dtype)
+
+    if groups is None:
+        scanned = scan_blocks(scorer, width, pieces, best_of, executor)
+        rankings = [[best.ranking] for _, best in scanned]
+    else:
+        per_group = scan_blocks(scorer, width, pieces, lambda count: TopKPerGroup(groups, best_of(count)), executor)
+        rankings = [best.rankings for _, best in per_group]
+    return stacked_by_group(rankings, request.group_count, scorer.dtype)

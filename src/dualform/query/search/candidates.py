@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.arrays import Bools
 from dualform.query.ranking import Order, Ranking, merged, rank_keys, stacked_by_group, top_places
-from dualform.query.scan import Bools
 from dualform.query.search.bounds import Bounds
 from dualform.query.search.members import Members
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dualform.arrays import Ints
 from dualform.query.ranking import Order, Ranking, rank_keys
-from dualform.query.scan import Ints
 
 
 @dataclass(frozen=True, eq=False)
