@@ -1,6 +1,6 @@
 """Cost of recording where people train: a small GPT with AdamW, and a small CNN with BatchNorm, recorded / bare.
 
-    python bench/recording_networks.py [--steps 60] [--rounds 5] [--kinds float16,float32,rows-float16,rows-float32]
+    python bench/recording_networks.py [--steps 60] [--rounds 5] [--kinds float16,float32,rows-float16,rows-float32,projected-float16,projected-float32]
 
 Bare and recorded trainings take turns within one run, since the machine's speed changes from one second to the next. What counts is the median
 of the ratios of neighbouring turns, by the processor's time of all threads: the writer's is part of it, waiting for others is not.
@@ -110,7 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kinds", default="float16,float32,rows-float16,rows-float32")
+    parser.add_argument(
+        "--kinds", default="float16,float32,rows-float16,rows-float32,projected-float16,projected-float32"
+    )
     given = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     for name in NETWORKS:
@@ -127,7 +129,10 @@ def main() -> None:
                 shutil.rmtree(folder)
             found[name][kind] = round(statistics.median(ratios), 3)
             print(f"{name}, {kind}: {found[name][kind]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
-    RESULTS.write_text(json.dumps({"steps": given.steps, "rounds": given.rounds, "ratios": found}, indent=1) + "\n")
+    earlier = json.loads(RESULTS.read_text())["ratios"] if RESULTS.exists() else {}
+    ratios_by_network = {name: earlier.get(name, {}) | of_network for name, of_network in found.items()}
+    content = {"steps": given.steps, "rounds": given.rounds, "ratios": ratios_by_network}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

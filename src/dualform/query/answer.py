@@ -107,7 +107,11 @@ class Answer:
         slots, scores = side_by_side(rankings)
         flat_slots = slots.reshape(-1).numpy()
         described = self._scorer.describe(flat_slots)
-        return self._table(scores, np.concatenate(ranks), described)
+        return self._table(scores, np.concatenate(ranks), described, self._errors_of(slots))
+
+    def _errors_of(self, slots: Tensor) -> Tensor | None:
+        """Return the standard errors of the scores of some slots (queries, k); None: they are exact."""
+        return None
 
     def best(self, k: int, *, where: Where | None = None, absolute: bool = False, lowest: bool = False) -> Ranking:
         """Return slot numbers and scores as top(k) does, without the slots' columns: for many queries."""
@@ -263,10 +267,14 @@ class Answer:
         described = sums.described.with_columns(visits)
         flat_groups = groups.reshape(-1).numpy()
         ranks = np.arange(1, scores.shape[1] + 1)
-        return self._table(scores, ranks, described[flat_groups])
+        errors = None if sums.errors is None else sums.errors.gather(1, groups)
+        return self._table(scores, ranks, described[flat_groups], errors)
 
-    def _table(self, scores: Tensor, ranks: Ints, described: pl.DataFrame) -> pl.DataFrame:
-        """Return a line for each query and each of its best scores (queries, k). ranks: (k,). described: more columns."""
+    def _table(self, scores: Tensor, ranks: Ints, described: pl.DataFrame, errors: Tensor | None) -> pl.DataFrame:
+        """Return a line for each query and each of its best scores (queries, k). ranks: (k,). described: more columns.
+
+        errors: the standard errors of scores that are estimates.
+        """
         count, width = scores.shape
         all_ranks = np.tile(ranks, count)
         flat_scores = scores.reshape(-1).numpy()
@@ -275,6 +283,7 @@ class Answer:
                 *self._repeated_address(width),
                 pl.Series("rank", all_ranks, pl.Int64),
                 pl.Series(self.value, flat_scores),
+                *([] if errors is None else [pl.Series("standard_error", errors.reshape(-1).numpy(), pl.Float64)]),
                 *described.get_columns(),
             ]
         )

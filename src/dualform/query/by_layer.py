@@ -103,17 +103,24 @@ class _SummedContributions(Answer):
         return added(by_layer)
 
 
-def added(parts: Sequence[Sums]) -> Sums:
-    """Add totals by the same columns in several layers: groups are those of any of them."""
+def added(parts: Sequence[Sums], *, independent: bool = True) -> Sums:
+    """Add totals by the same columns in several layers: groups are those of any of them.
+
+    independent: whether the errors of different layers are: those of random projections are, those of steps left out are not.
+    """
     columns = parts[0].values.columns
     groups = pl.concat([part.values for part in parts]).unique(maintain_order=True)
     numbered = groups.with_row_index(" place")
     totals = torch.zeros(len(parts[0].totals), groups.height, dtype=torch.float64)
+    power = 2 if independent else 1
+    errors = torch.zeros_like(totals)
     visits = torch.zeros(groups.height, dtype=torch.int64)
     for part in parts:
         joined = part.values.join(numbered, on=columns, how="left", maintain_order="left", nulls_equal=True)
         places = torch.from_numpy(joined[" place"].to_numpy().astype(np.int64))
         totals[:, places] += part.totals
+        if part.errors is not None:
+            errors[:, places] += part.errors**power
         visits[places] = torch.maximum(visits[places], part.visits)
     # Slots that serve all rows have left an empty group behind
     all_null = pl.all_horizontal(pl.all().is_null())
@@ -121,4 +128,6 @@ def added(parts: Sequence[Sums]) -> Sums:
     is_empty = (visits == 0).numpy()
     kept = np.flatnonzero(~(is_shared & is_empty))
     groups = groups[kept]
-    return Sums(groups, totals[:, kept], visits[kept], groups)
+    is_exact = all(part.errors is None for part in parts)
+    kept_errors = None if is_exact else errors[:, kept] ** (1 / power)
+    return Sums(groups, totals[:, kept], visits[kept], groups, kept_errors)

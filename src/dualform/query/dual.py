@@ -43,6 +43,7 @@ from dualform.query.influence.mislabelled import mislabelled
 from dualform.query.info import checkpoint_table, marks, store_info
 from dualform.query.masking import Mask, make_mask, mask_reads, masked_weights
 from dualform.query.network import Network
+from dualform.query.projected_contributions import ProjectedContributions, ProjectedScorer
 from dualform.query.slots import addresses
 from dualform.query.sources import Sources, Texts, rank_documents
 from dualform.query.targets import Target, TargetReader, predicts_next_token
@@ -261,15 +262,21 @@ class Dual:
             names = self._chosen_layers(layers)
             chosen = [layer for layer in chosen if layer.name in names]
         self._needs_error_signals("contributions", [layer.name for layer in chosen])
-        if manifest.keep != "totals" and not manifest.keeps_gradients:
-            for layer in chosen:
+        for layer in chosen:
+            if manifest.keep != "totals" and (manifest.every > 1 or layer.projected_from is None):
                 require_gradients(self.store, "contributions()", layer.parameters[0])
-        captured = run(self._query_model, chosen, inputs, reader.rows, manifest.batch_axis, aim)
-        answers = {}
+        in_network = [layer.in_network for layer in chosen]
+        captured = run(self._query_model, in_network, inputs, reader.rows, manifest.batch_axis, aim)
+        answers: dict[str, LayerContributions] = {}
         executor = self._executor.reporting(progress)
         for name, found in captured.layers.items():
             _, layer = self.store.layer(name)
             assert found.gradients is not None
+            if layer.projected_from is not None:
+                dtype = compute_dtype(self.store, layer.parameters[0])
+                seen = ProjectedScorer.of(self.store, layer, self.end_step, found.queries, found.gradients, dtype)
+                answers[name] = ProjectedContributions(seen, captured.target, silent=silent, executor=executor)
+                continue
             scorer = ContributionScorer(
                 self.store,
                 layer,

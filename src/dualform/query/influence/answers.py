@@ -265,7 +265,7 @@ class Influence(RowInfluence, Mapping[str, Answer]):
         if absolute or not _is_positional(store, columns) or not isinstance(scores, LinearScores):
             return super().sums(by, where=where, absolute=absolute)
         answers = [self._of_slots(layer, scores, only_rows=True) for layer in self._scorer.layers]
-        return added([answer.sums(by, where=where) for answer in answers])
+        return added([answer.sums(by, where=where) for answer in answers], independent=False)
 
 
 def _is_positional(store: Store, columns: set[str]) -> bool:
