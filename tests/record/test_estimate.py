@@ -100,6 +100,19 @@ def test_it_is_within_five_percent_of_what_is_recorded(name, keep, dtype, tmp_pa
     assert found.bytes_of_snapshots(keep) == pytest.approx(info["snapshot_bytes"], rel=0.05)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_may_differ_and_steps_be_left_out(every, tmp_path):
+    names = [layer.name for layer in estimated("gpt").layers]
+    keep = {names[0]: "keys", names[1]: "rows", "*": "projected"}
+    recorded("gpt", tmp_path / "run", steps=8, keep=keep, projection=8, every=every)
+    chunks = sum(file.stat().st_size for file in (tmp_path / "run").glob("chunk-*/*"))
+    torch.manual_seed(0)
+    make, draw = NETWORKS["gpt"]
+    found = dualform.estimate(make(), draw(), rows=ROWS * 8, batch=ROWS, states=1, projection=8, every=every)
+    assert found.bytes_of_slots(keep) == pytest.approx(chunks, rel=0.06)
+    assert found.bytes_per_row(keep) < found.bytes_per_row("projected") + found.bytes_per_row("rows")
+
+
 def test_inputs_that_come_again_are_stored_once(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(200, 4)

@@ -74,6 +74,10 @@ def estimate(
         int | None, typer.Option(min=1, help="How many of the rows are distinct.", show_default="all")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="How slots are stored.", show_default="as parameters are")] = None,
+    projection: Annotated[
+        int, typer.Option(min=1, help="Of keep=projected: how long keys and error signals are, at most.")
+    ] = 64,
+    every: Annotated[int, typer.Option(min=1, help="The slots of one step in so many are kept.")] = 1,
     layers: Annotated[
         list[str] | None,
         typer.Option(help="Names or globs of layers; several may be given.", show_default="all that can be recorded"),
@@ -105,6 +109,8 @@ def estimate(
         batch=batch,
         samples=samples,
         dtype=dtype,
+        projection=projection,
+        every=every,
         layers=layers,
     )
     if as_json:
