@@ -49,7 +49,7 @@ def projected_rows(store, layer):
                     own = torch.cat([keys.vectors()[place], errors[place]])
                 else:
                     outer = torch.outer(errors[place], keys.vectors()[place]).flatten()
-                    own = torch.cat([outer, errors[place]]) if layer.has_bias else outer
+                    own = torch.cat([outer, errors[place]]) if layer.biases() else outer
                 row = int(numbers[low + place])
                 rows[row] = rows.get(row, 0) + own
     return rows
@@ -74,7 +74,7 @@ def one_slot(layer, key, error):
     if layer.projected_from is None:
         outer = torch.outer(error, key).flatten()
         own = torch.cat([key, error]) if layer.form == "parts" else outer
-        return torch.cat([own, error]) if layer.has_bias and layer.form != "parts" else own
+        return torch.cat([own, error]) if layer.biases() and layer.form != "parts" else own
     views = SlotViews.of(layer)
     groups = views.groups
     p_in = [dense(view, len(key) // groups) for view in views.of_keys.values()]
@@ -87,7 +87,7 @@ def one_slot(layer, key, error):
         inputs = slice(group * len(key) // groups, (group + 1) * len(key) // groups)
         matrix[outputs] += torch.outer(error[outputs], key[inputs])
     seen = torch.cat(p_out, 1).T @ matrix @ torch.cat(p_in, 1)
-    return torch.cat([seen.flatten(), torch.cat(p_out, 1).T @ error]) if layer.has_bias else seen.flatten()
+    return torch.cat([seen.flatten(), torch.cat(p_out, 1).T @ error]) if layer.biases() else seen.flatten()
 
 
 def dense(view, whole):
