@@ -15,6 +15,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from dualform.arrays import Ints
 from dualform.dual.weights import scaled
 from dualform.errors import NotRecordedError
 from dualform.layers.keys import KeysOrGradients, RowGradients, Vectors, select_columns
@@ -24,7 +25,7 @@ from dualform.query.answer import Sums
 from dualform.query.conditions import Where
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.contributions import LayerContributions
-from dualform.query.scan import Ints, Piece
+from dualform.query.scan import Piece
 from dualform.query.scorer import Selection
 from dualform.store.reader import Store
 
