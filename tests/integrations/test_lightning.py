@@ -192,7 +192,7 @@ def test_gap_and_cost_are_logged(tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    [("DDPStrategy", "DistributedDataParallel"), ("FSDPStrategy", "FSDP"), ("DeepSpeedStrategy", "DeepSpeed")],
+    [("FSDPStrategy", "FSDP"), ("DeepSpeedStrategy", "DeepSpeed")],
 )
 def test_parallel_strategies_are_refused_by_name(tmp_path, strategy, name):
     trainer = Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)

@@ -58,14 +58,17 @@ class RecordTraining(Callback):
                 "DeepSpeed": "DeepSpeed" in strategy,
                 "FSDP": "FSDP" in strategy,
                 "tensor parallelism": "ModelParallel" in strategy,
-                "DistributedDataParallel": "DDP" in strategy or trainer.world_size > 1,
+                "several processes without DistributedDataParallel": trainer.world_size > 1 and "DDP" not in strategy,
             }
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin: optimizers are made, and a checkpoint is loaded."""
         self._global_step = trainer.global_step
-        model = pl_module.get_submodule(self._module)
+        model: Any = pl_module.get_submodule(self._module)
+        if trainer.world_size > 1:
+            refuse({"module= of a training by several processes": bool(self._module)})
+            model = trainer.strategy.model  # the DistributedDataParallel
         self.recording.begin(model, trainer.optimizers, resume=self.recording.steps_at(trainer.global_step))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

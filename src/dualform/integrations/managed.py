@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import polars as pl
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
@@ -20,6 +20,7 @@ from dualform.store.files import files_at, folder_at
 from dualform.store.format import read_manifest
 from dualform.store.run import open_store
 from dualform.store.samples import with_earlier, write_samples
+from dualform.store.shards import is_run, read_run
 
 GLOBAL_STEP = "global_step"
 """The framework's own count of steps, logged beside each recorded step: after a scaler's overflow it counts a step that never was."""
@@ -66,9 +67,10 @@ class ManagedRecording:
             **{**self._options, "exclude": {**excluded, **(left_out or {})}},
             resume=resume,
         )
-        if samples is not None:
+        if samples is not None and _is_first_rank():
             files = folder_at(self.path)
-            write_samples(files, read_manifest(files).run, samples)
+            run = read_run(files).run if is_run(files) else read_manifest(files).run
+            write_samples(files, run, samples)
         return self.recorder
 
     def batch(self, columns: Mapping[str, Any]) -> None:
@@ -108,11 +110,13 @@ class ManagedRecording:
         if self.recorder is None:
             return {}
         steps = self.recorder.step
-        size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        size = sum(map(_size_of, self.path.rglob("*")))
         return {"dualform/steps": float(steps), "dualform/bytes": float(size)}
 
     def gap(self) -> dict[str, float]:
-        """Verify the recording, which is closed, and return the largest gap of a parameter for a tracker."""
+        """Verify the recording, which is closed, and return the largest gap of a parameter for a tracker. With several ranks, on each of them."""
+        if _ranks() > 1:
+            distributed.barrier()  # until all have closed it
         # Optimizers that cannot be replayed have no gap
         largest = open_run(self.path).verify().frame["gap"].drop_nans().max()
         return {} if largest is None else {"dualform/gap": float(largest)}  # type: ignore[arg-type]
@@ -126,6 +130,23 @@ class ManagedRecording:
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.__exit__(kind, error, trace)
+
+
+def _ranks() -> int:
+    """How many processes train together."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _is_first_rank() -> bool:
+    return _ranks() == 1 or distributed.get_rank() == 0
+
+
+def _size_of(path: Path) -> int:
+    """The size of a file; 0 for a folder, and for what has another name by now: chunks are published while this looks."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
 
 
 def refuse(setups: Mapping[str, bool]) -> None:

@@ -151,7 +151,6 @@ def refuse_parallel(trainer: Trainer) -> None:
         "context parallelism": trainer.get_cp_size() > 1,
         "sequence parallelism": trainer.get_sp_size() > 1,
         "DataParallel": args.n_gpu > 1,
-        "DistributedDataParallel": args.world_size > 1,
     }
     refuse(setups)
 

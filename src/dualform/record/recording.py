@@ -232,7 +232,8 @@ class Recording:
     def _never_called(self, warned: list[str]) -> dict[str, str]:
         """Layers that had no part in the training: named once, at the end."""
         idle = [layer.layer.name for one in self._passes.modules if not one.called for layer in one.layers]
-        if idle and self.finished:
+        # With several ranks, another one may have called them
+        if idle and self.finished and self._steps.exchange is None:
             warned.append(f"not recorded: {', '.join(map(repr, idle))}: never called in training")
         return dict.fromkeys(idle, "it was never called in training")
 

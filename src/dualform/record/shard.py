@@ -10,10 +10,10 @@ from dualform.errors import DualformError, RecordingError
 from dualform.record.ranks import Ranks
 from dualform.record.resuming import EarlierRecording
 from dualform.store.files import WritableFiles, folder_at, writing
-from dualform.store.format import Grouping, read_manifest
+from dualform.store.format import MANIFEST, Grouping, read_manifest
 from dualform.store.lock import prepare
 from dualform.store.reader import Store
-from dualform.store.shards import RunFile, is_run, read_run, write_run
+from dualform.store.shards import RANKS, RunFile, is_run, read_run, write_run
 
 T = TypeVar("T")
 
@@ -90,19 +90,17 @@ def _sealed_steps(path: str | os.PathLike[str], own: WritableFiles, ranks: Ranks
     files = folder_at(path)
     if is_run(files):
         before = read_run(files).ranks
-    else:
-        before = int(read_manifest(own if ranks.rank else _first_of(files, own)).settings.get("ranks", "1"))
+    elif MANIFEST in files.list():
+        before = 1
+    else:  # on a disk of its own
+        before = int(read_manifest(own).settings.get(RANKS, "1"))
+    unit = "process" if before == 1 else "ranks"
     if before != ranks.size:
         raise RecordingError(
-            f"resume: {files.location} was recorded by {before} ranks, and now there are {ranks.size}. Resume it with as many: the next step "
+            f"resume: {files.location} was recorded by {before} {unit}, and now there are {ranks.size}. Resume it with as many: the next step "
             f"of each shard is made by its own rank. With another number, record into a new folder."
         )
     return Store(own).end_step
-
-
-def _first_of(files: WritableFiles, own: WritableFiles) -> WritableFiles:
-    """The recording of one process in a folder, if there is one, else the shard of rank 0."""
-    return files if "manifest.json" in files.list() else own
 
 
 def begin_run(path: str | os.PathLike[str], ranks: Ranks, name: str, *, is_new: bool) -> None:

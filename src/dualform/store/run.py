@@ -81,6 +81,7 @@ class Run(Store):
             chunks=chunks,
             totals=totals if totals is not None and totals.step == end_step else None,
             ended=_ended([manifest.ended for manifest in manifests]),
+            left_out=_left_out(manifests),
             inexact=_first_marks(manifests),
             rows=_evidence(manifests),
             settings=settings,
@@ -292,6 +293,12 @@ def _ended(endings: Sequence[str | None]) -> str | None:
         return None
     others = [ended for ended in endings if ended not in (None, "closed")]
     return others[0] if others else endings[0]
+
+
+def _left_out(manifests: Sequence[Manifest]) -> dict[str, str]:
+    """Return what no rank has recorded: a layer that one rank never called may have been called on another."""
+    first, *others = (manifest.left_out for manifest in manifests)
+    return {name: why for name, why in first.items() if all(name in other for other in others)}
 
 
 def _first_marks(manifests: Sequence[Manifest]) -> dict[str, Any]:
