@@ -106,5 +106,9 @@ class Sums:
 
 def _squares(vectors: Tensor) -> Tensor:
     """Return Σ vector ⊗ vector in each group: (n, groups, d) → (groups, d, d)."""
+    if vectors.shape[1] == 1 and vectors.is_cpu and vectors.dtype in (torch.float32, torch.float64):
+        # NumPy computes one half of a symmetric product, PyTorch both
+        own = vectors[:, 0].detach().numpy()
+        return torch.from_numpy(own.T @ own).double().unsqueeze(0)
     apart = vectors.transpose(0, 1)
     return (apart.transpose(1, 2) @ apart).double()
