@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import dualform
 from dualform.layers.keys import Vectors
 from dualform.query import scan
-from dualform.query.influence import kept
 from dualform.query.search import index
+from dualform.store import cache_files
 from dualform.store.tensors import write_tensors
 
 SAMPLES, FEATURES, CLASSES, ROWS, STEPS, THREADS = 48, 24, 5, 16, 20, 3
@@ -235,7 +235,7 @@ def test_threads_that_build_the_same_curvature_do_not_spoil_it(recorded, monkeyp
         together.wait()
         write_tensors(folder, name, tensors)
 
-    monkeypatch.setattr(kept, "write_tensors", write_together)
+    monkeypatch.setattr(cache_files, "write_tensors", write_together)
     with pool_of(THREADS) as pool:
         duals = [dualform.open(path, model) for _ in range(THREADS)]
         tasks = [pool.submit(lambda dual: plain(dual.influence(QUERIES, **settings).best(3)), dual) for dual in duals]

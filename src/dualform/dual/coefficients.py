@@ -142,15 +142,15 @@ def walked(updates: Updates) -> Coefficients:
     return Coefficients(updates, _walk(updates))
 
 
-def _content(updates: Updates) -> bytes:
-    """Return a checksum of all that a walk depends on."""
+def content_of(updates: Updates) -> bytes:
+    """Return a checksum of the settings of all updates: numbers that are coefficients depend on nothing else."""
     content = hashlib.blake2b(f"{updates.kind} {len(updates.steps)}".encode())
     for name, values in sorted(updates.settings.items()):
         content.update(name.encode() + values.tobytes())
     return content.digest()
 
 
-@cached(LRUCache(WALKS), key=_content, lock=Lock())
+@cached(LRUCache(WALKS), key=content_of, lock=Lock())
 def _walk(updates: Updates) -> Walked:
     if not len(updates.steps):
         return Walked(1.0, 0.0, np.zeros(0))

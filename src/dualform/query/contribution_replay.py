@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dualform.dual.coefficients import Updates, is_elementwise
 from dualform.dual.gradients import calls_of_step, chunk_place
-from dualform.dual.replay import Backward
+from dualform.dual.kept_coefficients import coefficient_matrices
 from dualform.dual.rows import Rows, kept_rows
 from dualform.dual.scores import scores
 from dualform.dual.weights import scaled
@@ -89,7 +89,7 @@ class ContributionReplay:
         steps = len(updates.steps)
         # Of a bias the coefficients of all outputs are known, but only some of its error signals were kept
         outputs = list(self._scorer.layer.outputs) if slot_use.role == "bias" else []
-        walk = Backward(self._scorer.store, updates, rows, wide=total.dtype == torch.float64)
+        walk = coefficient_matrices(self._scorer.store, updates, rows, wide=total.dtype == torch.float64)
         for place, coefficients in walk:
             if self._progress is not None:
                 self._progress(f"replaying {query_use.parameter}", steps - place, steps)

@@ -157,6 +157,6 @@ def _remove_recording(files: WritableFiles) -> None:
 
 
 def _is_part_of_a_store(name: str) -> bool:
-    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", MANIFEST, RUN, SAMPLES)
+    prefixes = ("chunk-", "snapshot-", "totals-", "curvature-", "coefficients-", MANIFEST, RUN, SAMPLES)
     is_shard = SHARD_NAME.fullmatch(name) is not None
     return is_shard or name in (MANIFEST, LOCK, RUN) or name.lstrip(".").startswith(prefixes)

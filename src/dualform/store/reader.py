@@ -245,14 +245,19 @@ class Store(ChunkFiles):
         number = self.parameter(parameter)
         file = self.chunk_file(place)
         name = f"gradient.{number}"
-        is_kept = (pl.col("parameter") == number) & pl.col("gradient_kept")
-        kept = self.updates_in(place).filter(is_kept).height
+        kept = self._gradient_counts(place).get(number, 0)
         stored = file.shape(name)[0] if name in file else 0
         if kept > stored:
             raise StoreDamagedError(
                 f"{file.path} is damaged: it has {stored} gradients of {parameter!r}, the updates of its chunk say {kept}."
             )
         return file[name][:kept] if name in file else None
+
+    @cached_method
+    def _gradient_counts(self, place: int) -> dict[int, int]:
+        """Return how many gradients of each parameter, by its number, the updates of a chunk say are kept."""
+        kept = self.updates_in(place).filter(pl.col("gradient_kept"))
+        return dict(kept.group_by("parameter").len().iter_rows())
 
     @cached_method
     def snapshot(self, step: int) -> TensorFile:

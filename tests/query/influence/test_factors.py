@@ -8,11 +8,12 @@ import torch
 import dualform
 from dualform.curvature.loss_mean import LossMean
 from dualform.errors import RecordingError
-from dualform.query.influence import factors, kept
+from dualform.query.influence import factors
 from dualform.query.influence.factors import built_factors, recorded_factors
 from dualform.query.influence.rows import RowPiece
 from dualform.query.influence.segments import segments
 from dualform.record import curvature
+from dualform.store import cache_files
 from training import network, sgd, train
 
 ASKED = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -127,7 +128,7 @@ def test_a_store_that_cannot_be_written_answers_all_the_same(tmp_path, monkeypat
     def refuse(*args):
         raise OSError("read-only")
 
-    monkeypatch.setattr(kept, "write_tensors", refuse)
+    monkeypatch.setattr(cache_files, "write_tensors", refuse)
     assert run.dual.influence(ASKED, segments=1).top(1).height == 2
 
 

@@ -1,28 +1,19 @@
-"""Curvature of a layer in a segment, kept in a file beside the store; of a store elsewhere, in the cache on this machine.
-
-It is a convenience, not part of the store: the file is named by what it was built from, and built again when that changes.
-"""
+"""Curvature of a layer in a segment, kept in a file beside the store; of a store elsewhere, in the cache on this machine."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from dataclasses import asdict
-from threading import get_ident
 
 import numpy as np
 
 from dualform.arrays import Array
 from dualform.curvature.maps import linear_maps
 from dualform.curvature.sums import Curvature, Factors
-from dualform.errors import StoreDamagedError, StoreError
 from dualform.layers.layer import Layer
 from dualform.query.influence.segments import Segment
-from dualform.store.files import CachedFiles, Files, WritableFiles
-from dualform.store.format import SLOTS, checksum
+from dualform.store.cache_files import cache_name, check_cache, read_cache, write_cache
+from dualform.store.files import Files
 from dualform.store.reader import Store
-from dualform.store.tensors import TensorFile, describe_file, write_tensors
 
 VERSION = 5
 """Of what is kept."""
@@ -30,32 +21,13 @@ VERSION = 5
 
 def file_name(store: Store, layer: Layer, segment: Segment, *settings: int | str) -> str:
     """Return a name that says what the curvature was built from: the slots, the segment, and the settings."""
-    chunks = [
-        [chunk.first_step, chunk.end_step, chunk.files[SLOTS].checksum]
-        for chunk in store.manifest.chunks
-        if chunk.first_step < segment.end and chunk.end_step > segment.begin
-    ]
-    content = [VERSION, asdict(layer), segment.begin, segment.end, *settings, chunks]
-    return f"curvature-{checksum(json.dumps(content).encode())}.safetensors"
+    built_from = [VERSION, asdict(layer), segment.begin, segment.end, *settings]
+    return cache_name("curvature", store.manifest, segment.begin, segment.end, built_from)
 
 
 def keep(files: Files, name: str, curvature: Curvature) -> None:
-    """Write a file, if that is possible: a store that cannot be written answers all the same."""
-    files = _where_kept(files)
-    if not isinstance(files, WritableFiles):
-        return
-    # A name of its own: other threads and processes may be building the same
-    unfinished = f".{name}.{os.getpid()}.{get_ident()}"
-    with contextlib.suppress(OSError):
-        try:
-            write_tensors(files, unfinished, _tensors(curvature))
-            files.publish(unfinished, name)
-        finally:
-            files.remove(unfinished)
-
-
-def _where_kept(files: Files) -> Files:
-    return files.made_files() if isinstance(files, CachedFiles) else files
+    """Write a file, if that is possible."""
+    write_cache(files, name, _tensors(curvature))
 
 
 def _tensors(curvature: Curvature) -> dict[str, list[Array]]:
@@ -71,21 +43,13 @@ def _tensors(curvature: Curvature) -> dict[str, list[Array]]:
 
 def read_kept(store: Store, layer: Layer, segment: Segment, name: str) -> Curvature | None:
     """Return what was kept under this name; None: nothing."""
-    files = _where_kept(store.files)
-    try:
-        described = describe_file(files, name)
-    except StoreError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
-    file = TensorFile(files, name, described)
+    file = read_cache(store.files, name)
+    if file is None:
+        return None
     expected = _shapes(layer)
     if "norms" in file:
         expected["norms"] = (segment.rows,)
-    if {tensor: file.shape(tensor) for tensor in file} != expected:
-        raise StoreDamagedError(
-            f"{file.path} is damaged: its tensors are not of the expected shapes. Delete it: it is built again."
-        )
+    check_cache(file, expected)
     maps = []
     for number in range(len(linear_maps(layer))):
         positions = float(file[f"{number}.positions"])
