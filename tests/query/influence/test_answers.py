@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import MaskError, NotRecordedError, QuestionError, UnknownLayerError
+from dualform.query.influence.scores import LinearScores
 from training import FEATURES, Run, network, samples, sgd, train
 
 METHODS = ("whitened", "kernel", "sketch")
@@ -249,3 +250,13 @@ def test_what_the_store_cannot_answer(tmp_path, asked, trained):
         run = train(tmp_path / keep, keep=keep, **settings)
         with pytest.raises(NotRecordedError, match=says):
             run.dual.influence(asked)
+
+
+def test_another_column_takes_no_other_scores(dual, asked, monkeypatch):
+    influence = dual.influence(asked)
+    of_samples = influence.total("sample_id")
+    monkeypatch.setattr(LinearScores, "of_rows", None)  # cannot be called again
+    of_labels = influence.total("label")
+    for query in range(len(asked)):
+        sums = [table.filter(pl.col("query") == query)["total"].sum() for table in (of_samples, of_labels)]
+        assert sums[0] == pytest.approx(sums[1])

@@ -7,12 +7,15 @@ The unit is the row, a sample in one backward pass: its scores add up over layer
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from dualform.arrays import Bools
@@ -30,6 +33,28 @@ from dualform.query.scorer import Scorer
 from dualform.query.slots import has_silent, rows_written
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
+
+KNOWN_BYTES = 64 << 20
+"""How many bytes of scores are kept for an answer."""
+
+
+class KnownScores:
+    """The scores of some windows of rows, up to a number of bytes. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._scores: LRUCache[Hashable, Tensor] = LRUCache(KNOWN_BYTES, lambda scores: scores.nbytes)
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> Tensor | None:
+        """Return known scores; None: they are not known."""
+        with self._lock:
+            return self._scores.get(key)
+
+    def put(self, key: Hashable, scores: Tensor) -> None:
+        """Keep scores, if they are small enough."""
+        if scores.nbytes <= KNOWN_BYTES:
+            with self._lock:
+                self._scores[key] = scores
 
 
 class RowInfluenceScorer(Scorer):
@@ -51,6 +76,11 @@ class RowInfluenceScorer(Scorer):
         self.layers = list(layers)
         self.scores = scores
 
+    @cached_property
+    def _known(self) -> KnownScores:
+        """Scores, which are small beside what they are computed from: the same answer by another column needs no others."""
+        return KnownScores()
+
     def score(
         self,
         queries: slice,
@@ -61,7 +91,12 @@ class RowInfluenceScorer(Scorer):
         """Return the scores of the rows low to high of a window, (queries, rows)."""
         place, first_row, _ = run.window
         window = Window(place, first_row + low, first_row + high)
-        return self.scores.of_rows(run.segment, self.layers, window, queries)
+        key = (run.segment, window, queries.start, queries.stop)
+        known = self._known.get(key)
+        if known is None:
+            known = self.scores.of_rows(run.segment, self.layers, window, queries)
+            self._known.put(key, known)
+        return known.clone()  # whoever iterates over scores() may change what they get
 
     @property
     def is_computed(self) -> bool:
@@ -90,6 +125,7 @@ class RowInfluenceScorer(Scorer):
         chunks = self.store.manifest.chunks
         steps = [chunks[run.window.place].first_step for run in runs]
         scorer = copy.copy(self)
+        scorer.__dict__.pop("_known", None)
         scorer.scores = self.scores.part({run.segment for run in runs}, self.layers, steps)
         return scorer
 
@@ -159,6 +195,7 @@ class SlotInfluenceScorer(Scorer):
         numbers = {number for number, segment in segments if segment.begin < end and segment.end > begin}
         steps = [run.chunk.first_step for run in runs]
         scorer = copy.copy(self)
+        scorer.__dict__.pop("_known", None)
         scorer._scores = self._scores.part(numbers, [self.layer], steps)
         return scorer
 
