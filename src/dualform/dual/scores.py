@@ -7,15 +7,28 @@ parameter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dualform.dual.rows import Rows
-from dualform.layers.keys import Keys, KeysOrGradients, OneHot, RowGradients, in_groups, select_columns
+from dualform.layers.keys import (
+    Keys,
+    KeysOrGradients,
+    OneHot,
+    Patches,
+    RowGradients,
+    Vectors,
+    in_groups,
+    select_columns,
+)
 from dualform.layers.layer import Layer, Use
 
 BLOCK_NUMBERS = 1 << 20
 """How many intermediate numbers are computed at a time."""
+WRITING = 16
+"""Writing a row's gradient to memory takes about as long as this many positions add to it."""
 
 
 def products(
@@ -123,6 +136,59 @@ def _matrix_scores(use: Use, product: Tensor, keys: Keys, errors: Tensor) -> Ten
     if errors.shape[1] > vectors.shape[1]:
         return _bilinear(product.transpose(1, 2), errors, vectors)
     return _bilinear(product, vectors, errors)
+
+
+def row_scores(
+    use: Use,
+    product: Tensor,
+    keys: KeysOrGradients,
+    errors: Tensor,
+    rows: Rows | None,
+    positions: int,
+) -> Tensor:
+    """The same, summed over the positions of each row: (examples, slots / positions)."""
+    if use.role == "weight" and use.groups == 1 and isinstance(keys, (Vectors, Patches)) and positions > 1:
+        own_errors = select_columns(errors, use.errors) if rows is None else errors[:, rows.columns]
+        return _product_scores(product, keys, use.keys, own_errors, positions)
+    by_slot = scores(use, product, keys, errors, rows)
+    return torch.unflatten(by_slot, 1, (-1, positions)).sum(2)
+
+
+def _product_scores(
+    product: Tensor,
+    keys: Vectors | Patches,
+    columns: Sequence[int],
+    errors: Tensor,
+    positions: int,
+) -> Tensor:
+    """Σ over a row's positions of error · P · key for the P of each example, (examples, rows)."""
+    count = len(errors) // positions
+    examples = len(product)
+    # A product with all slots for each example, or one that gives the gradients of the rows, which then meet every example
+    if examples * positions > positions + examples + WRITING:
+        by_row = torch.unflatten(errors, 0, (count, positions))
+        if isinstance(keys, Patches):
+            gradients = keys.outer_by_row(by_row, 1)
+        else:
+            own_keys = torch.unflatten(select_columns(keys.vectors(), columns), 0, (count, positions))
+            gradients = (by_row.transpose(1, 2) @ own_keys).flatten(1)
+        return product.flatten(1) @ gradients.T
+    return torch.stack([_dots_by_row(*_through(matrix, keys, columns, errors), count) for matrix in product])
+
+
+def _through(matrix: Tensor, keys: Vectors | Patches, columns: Sequence[int], errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the inner product of each slot is to be taken of. The longer side is multiplied: less is left over."""
+    if isinstance(keys, Patches):
+        return keys.project(matrix.T), errors
+    vectors = select_columns(keys.vectors(), columns)
+    if errors.shape[1] > vectors.shape[1]:
+        return errors @ matrix, vectors
+    return vectors @ matrix.T, errors
+
+
+def _dots_by_row(left: Tensor, right: Tensor, rows: int) -> Tensor:
+    """The inner products of stretches of two matrices, (rows,), without a matrix of products."""
+    return torch.bmm(left.reshape(rows, 1, -1), right.reshape(rows, -1, 1))[:, 0, 0]
 
 
 def _grouped_scores(

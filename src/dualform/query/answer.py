@@ -21,7 +21,7 @@ from dualform.query.conditions import Condition, Where
 from dualform.query.executors import HERE, Runner
 from dualform.query.groups import Groups
 from dualform.query.ranking import Order, Ranking, side_by_side
-from dualform.query.reducers import TopK, Totals
+from dualform.query.reducers import GroupSums, TopK, Totals
 from dualform.query.scan import R, scan, scan_blocks, tiles
 from dualform.query.scorer import Scorer, Selection
 from dualform.query.search import top_k
@@ -204,9 +204,15 @@ class Answer:
         return found._replace(totals=every * found.totals, errors=errors)
 
     def _scanned_sums(self, by: str | Sequence[str], where: Where | None, absolute: bool) -> Sums:
-        scorer = self._scorer
         groups = self.groups(by)
-        selection = self._selection(where)
+        found = self._sums_of_groups(groups, self._selection(where), absolute)
+        appeared = found.first.argsort(stable=True)
+        values = _lines(groups.values, appeared)
+        described = _lines(groups.described(), appeared)
+        return Sums(values, found.totals[:, appeared], found.visits[appeared], described)
+
+    def _sums_of_groups(self, groups: Groups, selection: Selection, absolute: bool) -> GroupSums:
+        scorer = self._scorer
         totals = torch.zeros(scorer.queries, len(groups), dtype=torch.float64)
         found = Totals(groups, 0, absolute)
 
@@ -215,11 +221,7 @@ class Answer:
 
         for queries, found in scan_blocks(scorer, len(groups), selection.pieces, totals_of, self._executor):
             totals[queries] = found.totals.T
-        appeared = found.first.argsort(stable=True)
-        values = _lines(groups.values, appeared)
-        described = _lines(groups.described(), appeared)
-        visits = found.visits[appeared]
-        return Sums(values, totals[:, appeared], visits, described)
+        return GroupSums(totals, found.visits, found.first)
 
     def _stored_sums(self, columns: list[str], absolute: bool) -> Sums | None:
         stored = self._scorer.stored_totals(columns, absolute)

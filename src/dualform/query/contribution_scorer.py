@@ -25,6 +25,7 @@ from dualform.layers.layer import Layer, Use
 from dualform.layers.written import used_rows
 from dualform.progress import Progress
 from dualform.query.contribution_replay import ContributionReplay
+from dualform.query.contribution_rows import RowContributions
 from dualform.query.ranking import Order
 from dualform.query.scan import query_blocks
 from dualform.query.scorer import Scorer
@@ -69,6 +70,11 @@ class ContributionScorer(Scorer):
     @cached_property
     def _replay(self) -> ContributionReplay:
         return ContributionReplay(self, self._progress)
+
+    @cached_property
+    def rows(self) -> RowContributions:
+        """The same for whole rows."""
+        return RowContributions(self, self._progress)
 
     @property
     def is_tied(self) -> bool:
@@ -158,6 +164,11 @@ class ContributionScorer(Scorer):
             values = scaled(run, self.coefficients[query_use.parameter], low, high, self.dtype)
             total += scores(slot_use, product, keys, errors, rows) * values.T
         return total
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether the sums over the positions of each row cost no more than single slots."""
+        return self._is_replayed or self._sums_positions_first
 
     def _score_by_position(
         self,

@@ -20,8 +20,10 @@ from dualform.query.answer import Answer
 from dualform.query.attention import part_columns
 from dualform.query.contribution_scorer import ContributionScorer
 from dualform.query.executors import HERE, Runner
-from dualform.query.reducers import Sum
+from dualform.query.groups import Groups
+from dualform.query.reducers import GroupSums, Sum
 from dualform.query.scan import scan_blocks
+from dualform.query.scorer import Selection
 from dualform.store.format import INITIAL
 
 GATES = {4: ("i", "f", "g", "o"), 1: ("h",)}
@@ -112,6 +114,13 @@ class LayerContributions(Answer):
             },
             schema_overrides={"rounding": pl.Float64},
         )
+
+    def _sums_of_groups(self, groups: Groups, selection: Selection, absolute: bool) -> GroupSums:
+        scorer = self._scorer
+        is_shared_out = self._executor is not HERE and scorer.is_divisible
+        if is_shared_out or absolute or groups.is_positional or selection.is_positional or not scorer.sums_rows:
+            return super()._sums_of_groups(groups, selection, absolute)
+        return self._scorer.rows.sums(groups, selection)
 
     def _sum_of_slots(self) -> Tensor:
         """Return the sum of all contributions, (examples,) float64."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -35,16 +36,17 @@ class Groups:
         """The group of the slots without a row, by step."""
         self._slot_codes: dict[int, Ints] = {}
         """Of groups of positions: the group of each slot, by the number of a chunk's first slot."""
+        self._last_codes: tuple[SlotChunk, Ints] | None = None
         chunks: list[SlotChunk] = []
         if layer is not None:
             chunks += store.addresses(layer, end_step=end)
-        if self._is_positional:
+        if self.is_positional:
             self.values = self._number_slots(chunks)
         else:
             self.values = self._number_rows(chunks)
 
     @property
-    def _is_positional(self) -> bool:
+    def is_positional(self) -> bool:
         """Whether the positions of a row may be in different groups."""
         per_position = columns_per_position(self._store)
         return "position" in self.by or not per_position.isdisjoint(self.by)
@@ -72,6 +74,9 @@ class Groups:
         self._shared_codes = dict(zip(steps.tolist(), shared_codes.tolist(), strict=True))
         return values
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_last_codes": None}
+
     def __len__(self) -> int:
         return self.values.height
 
@@ -79,14 +84,23 @@ class Groups:
         """Return the number of each slot's group, (slots,)."""
         if self._row_codes is None:
             return self._slot_codes[chunk.first_slot]
-        rows = chunk.rows()
+        # A scan asks once for each piece of a chunk; its codes take longer than the scores of a piece
+        known = self._last_codes  # read once: another thread may replace it at any time
+        if known is not None and known[0] is chunk:
+            return known[1]
+        codes = self.of_rows(chunk.rows(), lambda: chunk.per_slot(chunk.blocks[:, 0]))
+        self._last_codes = (chunk, codes)
+        return codes
+
+    def of_rows(self, rows: Ints, steps: Callable[[], Ints]) -> Ints:
+        """Return the group of each of some rows, NO_ROW included. steps: gives the step of each. Not for groups of positions."""
+        assert self._row_codes is not None
         if not self._shared_codes:
             return self._row_codes[rows]
         has_row = rows != NO_ROW
         codes = np.empty(len(rows), np.int64)
         codes[has_row] = self._row_codes[rows[has_row]]
-        steps = chunk.per_slot(chunk.blocks[:, 0])
-        shared_steps = steps[~has_row]
+        shared_steps = steps()[~has_row]
         codes[~has_row] = [self._shared_codes[step] for step in shared_steps.tolist()]
         return codes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +140,17 @@ def _totals_of(groups: Groups, queries: int, absolute: bool, seen: tuple[Tensor,
     totals = Totals(groups, queries, absolute)
     totals._add_groups(*seen)
     return totals
+
+
+class GroupSums(NamedTuple):
+    """What was found of groups, for all queries."""
+
+    totals: Tensor
+    """(queries, groups) float64"""
+    visits: Tensor
+    """(groups,): how many slots each group has."""
+    first: Tensor
+    """(groups,): the lowest slot number in each group."""
 
 
 class Sum:

@@ -148,6 +148,11 @@ class Selection:
         self._drops_silent = not silent and scorer.has_silent()
 
     @property
+    def is_positional(self) -> bool:
+        """Whether the positions of a row may differ in it by more than by whether they wrote something."""
+        return self._condition is not None and self._condition.is_positional
+
+    @property
     def key(self) -> tuple[bool] | None:
         """Names the selection in a cache; None: it has a condition of its own, and is not worth keeping."""
         return (self._drops_silent,) if self._condition is None else None

@@ -25,6 +25,37 @@ ADDRESS = {
 """The columns of a layer's slots."""
 
 
+class Entries:
+    """The rows of each call in a chunk. An entry is the slots of one row in one call, which follow each other."""
+
+    def __init__(self, chunk: SlotChunk):
+        self._first_rows = chunk.blocks[:, 3]
+        self._steps = chunk.blocks[:, 0]
+        positions = chunk.blocks[:, 5]
+        self._counts = np.where(positions > 0, chunk.blocks[:, 4], 0)
+        self.blocks: Ints = np.append(0, np.cumsum(self._counts))
+        """(blocks + 1,): where the entries of each block begin."""
+        self.positions: Ints = np.repeat(positions, self._counts)
+        """(entries,): how many slots each has."""
+        self.starts: Ints = np.cumsum(self.positions) - self.positions
+        """(entries,): the first slot of each, counted within the chunk."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def rows(self) -> Ints:
+        """(entries,): the number of each row; NO_ROW where slots serve all rows."""
+        within = np.arange(len(self)) - np.repeat(self.blocks[:-1], self._counts)
+        first_rows = np.repeat(self._first_rows, self._counts)
+        found: Ints = np.where(first_rows == NO_ROW, NO_ROW, first_rows + within)
+        return found
+
+    def steps(self) -> Ints:
+        """(entries,): the step of each."""
+        found: Ints = np.repeat(self._steps, self._counts)
+        return found
+
+
 def describe(store: Store, layer: str, slots: Ints, end: int) -> pl.DataFrame:
     """Return one line for each slot number, in their order: slot, step, the user's columns, then the rest of its address.
 
