@@ -33,7 +33,7 @@ from dualform.store.samples import SAMPLES
 from dualform.store.shards import RUN
 from dualform.store.tensors import ArrayFile, describe_file
 
-NOT_COPIED = ("chunk-", "snapshot-", "totals-", "curvature-", ".")
+NOT_COPIED = ("chunk-", "snapshot-", "totals-", "curvature-", "coefficients-", ".")
 """How files and folders begin that count only if a manifest names them, or that can be made again."""
 COPYING = ".copying"
 """Marks a folder whose copy is not whole yet."""
