@@ -82,7 +82,7 @@ def test_without_it_nothing_is_found(trained):
 
 def test_curvature_needs_slots(tmp_path):
     model = network()
-    with pytest.raises(RecordingError, match='curvature=True needs keep="slots" or "rows"'):
+    with pytest.raises(RecordingError, match='curvature=True needs keep="slots", "rows" or "projected"'):
         dualform.record(model, sgd(model), tmp_path / "run", keep="keys", curvature=True)
 
 
