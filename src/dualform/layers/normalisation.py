@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dualform.layers.channel_sums import channel_sums
 from dualform.layers.layer import Layer, Use
 from dualform.layers.slot_source import Arguments, Errors, LayerSlots, Naming, bias_uses, first_argument
 from dualform.projection import norm_of_tensor, wide_enough
@@ -45,42 +47,61 @@ def slots(module: nn.Module, saved: Sequence[Tensor], errors: Errors) -> list[La
         return []
     # PyTorch's kernels convert 16-bit inputs to float32 before they multiply
     computed_in = wide_enough(torch.promote_types(given.dtype, weight.dtype))
-    normal, shift = _normalised(module, given.detach().to(computed_in), statistics)
+    given = given.detach().to(computed_in)
     if by_channel:
         # PyTorch rounds the gradient of a 16-bit weight; where tensors are not contiguous, it rounds each partial sum
         is_rounded = weight.dtype == error.dtype or not (given.is_contiguous() and error.is_contiguous())
-        return [_slots_by_channel(module, error, normal, shift, is_rounded)]
+        return [_slots_by_channel(error, _channels(module, given, statistics), is_rounded)]
+    normal, shift = _normalised(module, given)
     parts = error * normal
     axes = weight.dim()
+    size_of_shifts = 0.0
+    if shift is not None:
+        normalised_axes = tuple(range(-axes, 0))
+        error_norms = torch.linalg.vector_norm(error, dim=normalised_axes, keepdim=True, dtype=shift.dtype)
+        size_of_shifts = _size_of_shifts(error_norms, shift)
     slots = LayerSlots(
         "",
         parts.flatten(-axes),
         error.flatten(-axes),
-        key_terms=norm_of_tensor(parts) + _size_of_shifts(module, error, shift),
+        key_terms=norm_of_tensor(parts) + size_of_shifts,
         rounded_inside=isinstance(module, nn.LayerNorm),  # on the CPU, each partial sum is rounded
     )
     return [slots]
 
 
-def _slots_by_channel(
-    module: nn.Module, error: Tensor, normal: Tensor, shift: Tensor | None, is_rounded: bool
-) -> LayerSlots:
-    """Return one slot per row, the sum over its positions. error, normal: (rows, channels, …).
+@dataclass(frozen=True)
+class _Channels:
+    """The input of a normalisation by channels: `centred` × `scale` is the normalised input."""
+
+    centred: Tensor
+    """(rows, channels, positions)."""
+    norms: Tensor
+    """Of `centred` over the positions, (rows, channels)."""
+    scale: Tensor
+    """For each channel, or 1."""
+    shift: Tensor
+    """Mean / deviation of the channels that share them, (groups, 1) or (rows, groups, 1)."""
+
+
+def _slots_by_channel(error: Tensor, channels: _Channels, is_rounded: bool) -> LayerSlots:
+    """Return one slot per row, the sum over its positions. error: (rows, channels, …).
 
     is_rounded: whether training rounds these sums to the type of the error signals; ours are then of that type too, which tells the audit.
     """
-    by_position = _with_positions(error.to(normal.dtype))
-    normal_by_position = normal.reshape(by_position.shape)
+    by_position = _with_positions(error.to(channels.centred.dtype))
     error_norms = torch.linalg.vector_norm(by_position, dim=2)
-    normal_norms = torch.linalg.vector_norm(normal_by_position, dim=2)
     root_of_positions = math.sqrt(by_position.shape[2])
     # By Cauchy-Schwarz, the absolute terms of a slot sum to at most the product of these norms
-    size_of_parts = norm_of_tensor(error_norms * normal_norms)
-    size_of_shifts = root_of_positions * _size_of_shifts(module, error, shift)
+    size_of_parts = norm_of_tensor(error_norms * channels.norms * channels.scale)
+    groups = channels.shift.shape[-2]
+    norms_by_group = torch.linalg.vector_norm(error_norms.unflatten(1, (groups, -1)), dim=2, keepdim=True)
+    size_of_shifts = root_of_positions * _size_of_shifts(norms_by_group, channels.shift)
+    products, sums = channel_sums(by_position, channels.centred)
     return LayerSlots(
         "",
-        torch.linalg.vecdot(by_position, normal_by_position),
-        by_position.sum(2).to(error.dtype if is_rounded else normal.dtype),
+        products * channels.scale,
+        sums.to(error.dtype if is_rounded else sums.dtype),
         key_terms=size_of_parts + size_of_shifts,
         error_terms=root_of_positions * norm_of_tensor(error_norms),
         rounded_inside=is_rounded,
@@ -97,52 +118,52 @@ def _running_statistics(module: nn.Module) -> tuple[Tensor, ...]:
     return module.running_mean.clone(), module.running_var.clone()
 
 
-def _normalised(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the normalised input before weight and bias, and its shift: mean / deviation, or None if no mean is subtracted.
-
-    The shift has a last axis of size 1, to be broadcast over what shares a mean (`_by_mean`).
-    """
+def _normalised(module: nn.Module, given: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the normalised input before weight and bias, and its shift: mean / deviation, or None if no mean is subtracted."""
     if not given.numel():
         return given, None
     if isinstance(module, nn.RMSNorm):
         return F.rms_norm(given, module.normalized_shape, None, module.eps), None
-    if isinstance(module, nn.LayerNorm):
-        normal, mean, scale = torch.native_layer_norm(given, module.normalized_shape, None, None, module.eps)
-        return normal, mean * scale
+    assert isinstance(module, nn.LayerNorm)
+    normal, mean, scale = torch.native_layer_norm(given, module.normalized_shape, None, None, module.eps)
+    return normal, mean * scale
+
+
+def _channels(module: nn.Module, given: Tensor, statistics: Sequence[Tensor]) -> _Channels:
+    """Centre the input of a batch or group normalisation. statistics: running ones, if those were used."""
     if isinstance(module, nn.GroupNorm):
-        rows, channels = given.shape[:2]
-        positions = math.prod(given.shape[2:])
-        normal, mean, scale = torch.native_group_norm(
-            given.contiguous(), None, None, rows, channels, positions, module.num_groups, module.eps
-        )
-        return normal, (mean * scale).unsqueeze(2)
+        return _channels_in_groups(module, given)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return _normalised_by_channel(given, statistics, module.eps)
-
-
-def _normalised_by_channel(given: Tensor, statistics: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise like a batch normalisation, with running statistics or those of the batch; several times as fast as PyTorch's operation."""
     by_position = _with_positions(given)
     if statistics:
         mean, variance = (statistic.to(given.dtype) for statistic in statistics)
         centred = by_position - mean.unsqueeze(1)
+        norms = torch.linalg.vector_norm(centred, dim=2)
     else:
-        count = by_position.shape[0] * by_position.shape[2]
+        # Several times as fast as PyTorch's operation
+        count = max(1, by_position.shape[0] * by_position.shape[2])
         mean = by_position.sum(2).sum(0) / count
         centred = by_position - mean.unsqueeze(1)
-        deviations = torch.linalg.vector_norm(centred, dim=2)
-        variance = deviations.square().sum(0) / count
-    scale = (variance + eps).rsqrt().unsqueeze(1)
-    return centred.mul_(scale).reshape(given.shape), mean.unsqueeze(1) * scale
+        norms = torch.linalg.vector_norm(centred, dim=2)
+        variance = norms.square().sum(0) / count
+    scale = (variance + module.eps).rsqrt()
+    return _Channels(centred, norms, scale, (mean * scale).unsqueeze(1))
 
 
-def _by_mean(module: nn.Module, tensor: Tensor) -> Tensor:
-    """View a tensor shaped like the input so that its last axis runs over the entries that share a mean."""
-    if isinstance(module, nn.GroupNorm):
-        return tensor.reshape(len(tensor), module.num_groups, -1)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return _with_positions(tensor)
-    return tensor
+def _channels_in_groups(module: nn.GroupNorm, given: Tensor) -> _Channels:
+    rows, channels = given.shape[:2]
+    if given.numel():
+        positions = math.prod(given.shape[2:])
+        normal, mean, scale = torch.native_group_norm(
+            given.contiguous(), None, None, rows, channels, positions, module.num_groups, module.eps
+        )
+        shift = (mean * scale).unsqueeze(2)
+    else:
+        normal = given
+        shift = given.new_zeros(rows, module.num_groups, 1)
+    by_position = _with_positions(normal)
+    norms = torch.linalg.vector_norm(by_position, dim=2)
+    return _Channels(by_position, norms, given.new_ones(()), shift)
 
 
 def _with_positions(tensor: Tensor) -> Tensor:
@@ -150,14 +171,13 @@ def _with_positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(2) if tensor.dim() > 2 else tensor.unsqueeze(2)
 
 
-def _size_of_shifts(module: nn.Module, error: Tensor, shift: Tensor | None) -> float:
+def _size_of_shifts(error_norms: Tensor, shift: Tensor) -> float:
     """Return how much larger the terms that PyTorch rounds may be than error × normalised input.
 
     Some kernels compute error × input / deviation and error × mean / deviation separately, and subtract. The difference may be far
     smaller than both (a deviation far below the mean) or zero (one channel in a group); its rounding error is not.
+
+    error_norms: of the error signals that share a mean, with a last axis of size 1 like the shift.
     """
-    if shift is None:
-        return 0.0
     # |input| / deviation is at most |normalised input| + |mean| / deviation
-    norms = torch.linalg.vector_norm(_by_mean(module, error), dim=-1, keepdim=True, dtype=shift.dtype)
-    return 2 * norm_of_tensor(norms * shift)
+    return 2 * norm_of_tensor(error_norms * shift)

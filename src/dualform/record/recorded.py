@@ -193,7 +193,8 @@ class RecordedLayer:
             call.positions = layout.positions * math.prod(self.layer.geometry.positions(size))
             call.shape = (layout.positions, *size)
             call.keys = layout.slots(keys.flatten(1))
-            call.errors = layout.slots(errors.flatten(1)).reshape(-1, errors.shape[-1])
+            # Made contiguous first: flatten() of the transposed maps copies them several times as slowly
+            call.errors = layout.slots(errors.contiguous().flatten(1)).reshape(-1, errors.shape[-1])
             return call
         call.positions = layout.positions
         call.keys = layout.slots(keys)
