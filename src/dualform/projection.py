@@ -76,9 +76,8 @@ class Projection:
         if self.is_matrix:
             matrix = tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
             tensor = matrix @ self.random_like(matrix)
-        copied = tensor.cpu().to(torch.float64, copy=True)
-        projected: Projected = copied.numpy().reshape(-1)
-        return projected
+        projected: Projected = tensor.cpu().numpy().astype(np.float64)  # a copy, also of what is float64 already
+        return projected.reshape(-1)
 
     def random_like(self, tensor: Tensor) -> Tensor:
         """Return R in the type and on the device of a tensor."""

@@ -91,7 +91,13 @@ class _Sum:
             common=self.common + share.common,
         )
 
+    @staticmethod
+    def of(share: Share) -> _Sum:
+        return _Sum(share.added, share.scale, share.coarse, share.common)
+
     def times(self, ratio: float) -> _Sum:
+        if ratio == 1:
+            return self
         if ratio == 0:  # thrown away: gone, even if it was not finite
             return _Sum(np.zeros_like(self.expected))
         size = abs(ratio)
@@ -244,15 +250,16 @@ def _freely_or(verdict: Verdict, shares: Sequence[Share], seen: Projected, round
 
 def _chain(shares: Sequence[Share], seen: Projected, roundoff: float, last_factor: float | None) -> Verdict:
     """One number for each share: .grad is scaled as a whole between backward passes."""
-    total = _Sum(np.zeros_like(seen))
-    factors: list[float] = []
-    for share in shares:
-        if factors:  # what was in .grad before the first pass nothing explains
-            between = _between(share, total, roundoff)
-            factors = [factor * between for factor in factors]
-            total = total.times(between)
+    if not shares:
+        return _verdict([], seen, _Sum(np.zeros_like(seen)), roundoff, signal=0.0)
+    # What was in .grad before the first pass nothing explains
+    total = _Sum.of(shares[0])
+    factors = [1.0]
+    for share in shares[1:]:
+        between = _between(share, total, roundoff)
+        factors = [factor * between for factor in factors]
+        total = total.times(between).plus(share)
         factors.append(1.0)
-        total = total.plus(share)
     signal = total.signal(roundoff)
     ratio = _ratio(seen, total, roundoff) if last_factor is None else last_factor
     factors = [factor * ratio for factor in factors]

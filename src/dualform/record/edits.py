@@ -59,6 +59,8 @@ class OptimizerWatch:
         self._optimizer = optimizer
         self._recorded = recorded
         self._replay = replay_for(optimizer)
+        self._state_names: tuple[str, ...] = () if self._replay is None else self._replay.state
+        """The tensors that it may have for each parameter."""
         self._count = -1
         """How many parameters were recorded when those of this optimizer were last listed, …"""
         self._groups: list[dict[str, Any]] = []
@@ -189,11 +191,6 @@ class OptimizerWatch:
         for parameter in self._gradient_edits:
             edits[parameter.name] = (parameter, EDITED_GRADIENT)
         return edits
-
-    @property
-    def _state_names(self) -> tuple[str, ...]:
-        """The tensors that it may have for each parameter."""
-        return () if self._replay is None else self._replay.state
 
     def _tensors_of(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors that it has for one parameter."""

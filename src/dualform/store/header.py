@@ -25,6 +25,8 @@ NAMES = {
 }  # fmt: skip
 """How headers call NumPy's types."""
 TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
+STORED = {dtype: stored for stored, dtype in TYPES.items()}
+"""How headers call a type. Not looked up by its name: NumPy puts that together anew each time, in Python."""
 """NumPy's types by their names in headers."""
 MAX_AXES = 32
 
@@ -50,7 +52,7 @@ def describe(pieces: Sequence[Array], begin: int, end: int) -> dict[str, Any]:
     shape = list(pieces[0].shape)
     if len(pieces) > 1:
         shape[0] = sum(len(piece) for piece in pieces)
-    return {"dtype": NAMES[pieces[0].dtype.name], "shape": shape, "data_offsets": [begin, end]}
+    return {"dtype": STORED[pieces[0].dtype], "shape": shape, "data_offsets": [begin, end]}
 
 
 def header_bytes(header: Header, unit: int) -> bytes:

@@ -27,6 +27,8 @@ class Slab:
         """How many rows are taken."""
         self.out = 0
         """How many of its parts have not been given back."""
+        self.is_filling = True
+        """Whether more parts may be taken of it."""
         self.vectors = _page_aligned(rows, width, dtype)
         """(rows, width), …"""
         self.exponents = torch.empty(rows, dtype=torch.int16) if dtype is torch.float16 else None
@@ -72,8 +74,10 @@ class Pool:
         self._take_back()
         slab = self._filling.get(name)
         if slab is None or slab.used + count > slab.rows or slab.kind[1:] != (width, dtype):
-            if slab is not None and not slab.out:
-                self._keep(slab)
+            if slab is not None:
+                slab.is_filling = False
+                if not slab.out:
+                    self._keep(slab)
             slab = self._filling[name] = self._slab(count, width, dtype)
         return slab.take(count)
 
@@ -94,7 +98,7 @@ class Pool:
             slab = self._given.popleft().slab
             assert slab is not None
             slab.out -= 1
-            if not slab.out and not any(slab is other for other in self._filling.values()):
+            if not slab.out and not slab.is_filling:
                 self._keep(slab)
 
     def _slab(self, count: int, width: int, dtype: torch.dtype) -> Slab:
@@ -105,6 +109,7 @@ class Pool:
         if not free:
             return Slab(rows, width, dtype)
         slab = free.pop()
+        slab.is_filling = True
         self._free_bytes -= slab.vectors.nbytes
         return slab
 

@@ -62,7 +62,7 @@ def _aliases(tensors: Mapping[str, Sequence[Array]]) -> dict[str, str]:
     for name, pieces in sorted(tensors.items()):
         if not any(piece.size for piece in pieces):
             continue
-        memory = tuple((piece.ctypes.data, piece.shape, piece.strides, piece.dtype.name) for piece in pieces)
+        memory = tuple((piece.ctypes.data, piece.shape, piece.strides, piece.dtype) for piece in pieces)
         first = names.setdefault(memory, name)
         if first != name:
             aliases[name] = first
