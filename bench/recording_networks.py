@@ -1,6 +1,7 @@
 """Cost of recording where people train: a small GPT with AdamW, and a small CNN with BatchNorm, recorded / bare.
 
     python bench/recording_networks.py [--steps 60] [--rounds 5] [--kinds float16,float32,rows-float16,rows-float32,projected-float16,projected-float32]
+        [--networks GPT,CNN]
 
 Bare and recorded trainings take turns within one run, since the machine's speed changes from one second to the next. What counts is the median
 of the ratios of neighbouring turns, by the processor's time of all threads: the writer's is part of it, waiting for others is not.
@@ -106,6 +107,15 @@ def seconds_of(name: str, kind: str, steps: int, folder: Path) -> float:
     return time.process_time() - began
 
 
+def keep(name: str, kind: str, ratio: float, steps: int, rounds: int) -> None:
+    """Write a result, in place of the one of this network and kind."""
+    results = json.loads(RESULTS.read_text())
+    results["steps"] = steps
+    results["rounds"] = rounds
+    results["ratios"].setdefault(name, {})[kind] = ratio
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
@@ -113,10 +123,11 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="float16,float32,rows-float16,rows-float32,projected-float16,projected-float32"
     )
+    parser.add_argument("--networks", default="GPT,CNN", help="others keep the results that they have")
     given = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
     for name in NETWORKS:
-        found[name] = {}
+        if name.partition(" ")[0].strip(",") not in given.networks.split(","):
+            continue
         warm_up = Path(tempfile.mkdtemp(prefix="dualform-"))
         seconds_of(name, "float32", 1, warm_up / "run")  # what is imported is no part of a training
         shutil.rmtree(warm_up)
@@ -127,12 +138,9 @@ def main() -> None:
                 bare = seconds_of(name, "bare", given.steps, folder)
                 ratios.append(seconds_of(name, kind, given.steps, folder / "run") / bare)
                 shutil.rmtree(folder)
-            found[name][kind] = round(statistics.median(ratios), 3)
-            print(f"{name}, {kind}: {found[name][kind]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
-    earlier = json.loads(RESULTS.read_text())["ratios"] if RESULTS.exists() else {}
-    ratios_by_network = {name: earlier.get(name, {}) | of_network for name, of_network in found.items()}
-    content = {"steps": given.steps, "rounds": given.rounds, "ratios": ratios_by_network}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+            ratio = round(statistics.median(ratios), 3)
+            print(f"{name}, {kind}: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+            keep(name, kind, ratio, given.steps, given.rounds)
 
 
 if __name__ == "__main__":
