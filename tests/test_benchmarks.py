@@ -82,6 +82,12 @@ ROWS = {
     "The paper's network, 6000 steps, float32": lambda: (
         f"{ratio('training with recording, float32, 6000 steps', 'bare training'):.2f}"
     ),
+    "The same, 1000 steps, by the processor's time, float16": lambda: (
+        f"{ratio('training with recording, float16, 1000 steps', 'bare training'):.2f}"
+    ),
+    "The same, 1000 steps, by the processor's time, float32": lambda: (
+        f"{ratio('training with recording, float32, 1000 steps', 'bare training'):.2f}"
+    ),
     "Table 1 of 10,000 queries": lambda: faster(TABLE_1.format("0, 2, 4"), AUTHORS, ".0f"),
     "The same: layers 1 and 2": lambda: faster(TABLE_1.format("2, 4"), AUTHORS, ".0f"),
     "Layer 0 beside the sgemm": lambda: f"{ratio(TABLE_1.format('0'), 'sgemm of the distinct keys'):.2f}",
