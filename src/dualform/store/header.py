@@ -25,9 +25,9 @@ NAMES = {
 }  # fmt: skip
 """How headers call NumPy's types."""
 TYPES = {stored: np.dtype(name) for name, stored in NAMES.items()}
-STORED = {dtype: stored for stored, dtype in TYPES.items()}
-"""How headers call a type. Not looked up by its name: NumPy puts that together anew each time, in Python."""
 """NumPy's types by their names in headers."""
+STORED = {dtype: stored for stored, dtype in TYPES.items()}
+"""The same the other way round. Not by the types' names: NumPy puts these together anew each time, in Python."""
 MAX_AXES = 32
 
 Arrays = dict[str, dict[str, Any]]
