@@ -53,6 +53,7 @@ def test_the_keys_of_a_sample_are_its_inputs(ranks, tmp_path):
         {"wrapper": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}},
         {"keep": "rows"},
         {"keep": "keys"},
+        {"every": 2},
         {"dtype": "float16"},
     ],
     ids=str,
@@ -62,7 +63,11 @@ def test_ways_of_training_and_of_storing(ranks, tmp_path, settings):
     ranks.run(rank_networks.train, "gpt", path, optimizer="adamw", **settings)
     dual = dualform.open(path, make("gpt"))
     inputs, _, _ = dataset("gpt")
-    if settings.get("keep") == "keys":
+    if "every" in settings or settings.get("keep") == "keys":
+        kept = [step for step in range(dual.end_step) if dual.store.manifest.keeps_step(step)]
+        [chunk] = dual.store.addresses("up")
+        # Each has slots of both ranks, whose backward passes are numbered by rank
+        assert chunk.blocks[:, :2].tolist() == [[step, rank] for step in kept for rank in range(2)]
         assert dual.attend(inputs[:2])["up"].top(2).height == 2 * 2 * inputs.shape[1]
         return
     assert dual.verify().passed, str(dual.verify())

@@ -145,15 +145,19 @@ class JoinedLayer:
             return torch.cat(self._in_order([self._silent(chunk) for _, chunk in self._chunks], self._counts(None)))
         if what == "key_numbers":
             return self._key_numbers()
-        if what in ("keys", "key_exponents") and self._keys.are_named:
+        if what in ("keys", "key_exponents"):
+            return self._stored_keys(what)
+        return self._joined(what, self._counts(what.startswith("gradient")))
+
+    def _stored_keys(self, what: str) -> Tensor | JoinedTensor:
+        """Keys, or their exponents."""
+        if self._keys.are_named:
             return self._keys_of_files(what)
-        if what in ("gradients", "gradient_exponents"):
-            return self._joined(what, self._counts(True))
-        counts = self._counts(False)
-        if self._form == "maps" and what in ("keys", "key_exponents"):
+        if self._form == "maps":
             counts = [self._map_counts(chunk, of_numbers=what == "keys") for _, chunk in self._chunks]
-        joined = self._joined(what, counts)
-        return joined.whole() if self._form == "numbers" and what == "keys" else joined
+            return self._joined(what, counts)
+        joined = self._joined(what, self._counts(False))
+        return joined.whole() if self._form == "numbers" else joined
 
     # Tables with a line for each block
 

@@ -198,16 +198,22 @@ def _open_shards(files: Files, run: RunFile) -> list[Store]:
                 f"the run."
             )
         shards.append(shard)
-    for field in SAME:
-        said = [getattr(shard.manifest, field) for shard in shards if field != "columns" or shard.manifest.columns]
-        for rank, found in enumerate(said):
-            if found != said[0]:
-                raise StoreDamagedError(
-                    f"{files.location}: rank {rank} has recorded other {field} than rank 0. All ranks must train the same model, and name "
-                    f"their rows with the same columns."
-                )
+    _refuse_others(files.location, [shard.manifest for shard in shards])
     end_step = min(shard.end_step for shard in shards)
     return [shard if shard.end_step == end_step else _until(shard, end_step) for shard in shards]
+
+
+def _refuse_others(location: str, manifests: Sequence[Manifest]) -> None:
+    """Refuse shards that are not of one training."""
+    for field in SAME:
+        # The columns of rows are not known before the first row
+        known = [manifest for manifest in manifests if field != "columns" or manifest.columns]
+        said = [getattr(manifest, field) for manifest in known]
+        if any(found != said[0] for found in said):
+            raise StoreDamagedError(
+                f"{location}: the ranks have recorded different {field}. All ranks must train the same model, and name their rows with "
+                f"the same columns."
+            )
 
 
 def _until(shard: Store, step: int) -> Store:
