@@ -27,35 +27,38 @@ import dualform
 
 FIRST_STEPS = 2
 RESULTS = Path(__file__).parent / "results" / "recording-networks.json"
-WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY = 192, 6, 4, 64, 256
+LENGTH, VOCABULARY = 64, 256
 
 
 class Block(nn.Module):
     """Attention and a feed-forward network, as GPT-2 has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        split = self.attend(self.norm1(x)).view(rows, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        rows, length, width = x.shape
+        split = self.attend(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, width))
         added: Tensor = self.narrow(F.gelu(self.widen(self.norm2(x))))
         return x + added
 
 
 class GPT(nn.Module):
-    """A language model of four blocks."""
+    """A language model of some blocks."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, vocabulary: int = VOCABULARY, width: int = 192, heads: int = 6, layers: int = 4, length: int = LENGTH
+    ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1]).expand_as(x)

@@ -1,17 +1,21 @@
-"""Attribution of models that are already trained: the LDS on digits of a recording, of five checkpoints, and of the final weights alone.
+"""Attribution of models that are already trained: the LDS of a recording, of five checkpoints, and of the final weights alone.
 
-python bench/trained_models.py lds        # several minutes: 300 trainings, which are kept in the folder
+python bench/trained_models.py lds        # digits; several minutes: 300 trainings, which are kept in the folder
+python bench/trained_models.py others     # the CNN and the Transformer of bench/keeps.py, whose results have the recording and the retraining
 python bench/trained_models.py explained  # how much of the movement between checkpoints the collected gradients explain
 python bench/trained_models.py cost       # time of a pass with and without collecting
 python bench/trained_models.py table      # prints docs/trained-models.md's tables from bench/results/trained-models.json
 
-The trainings, test examples and subsets are those of bench/quality.py, whose results hold kronfluence's LDS on the same.
+The trainings, test examples and subsets of the digits are those of bench/quality.py, whose results hold kronfluence's LDS on the same. On the others,
+kronfluence is asked at the final weights where it is installed: `pip install '.[peers]'`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +27,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualform
+import keeps
 import quality
 import recording_networks
 import studies
 from dualform.evaluate.lds import Truth
 from dualform.evaluate.retrain import Retrained
+from dualform.evaluate.scored import chosen
 from dualform.evaluate.subsets import Subsets
-from dualform.evaluate.views import VIEWS
+from dualform.evaluate.views import VIEWS, peers
 
 NAME = "digits-sgd"
 RESULTS = Path(__file__).parent / "results" / "trained-models.json"
@@ -42,20 +48,22 @@ PEERS = {
 }
 """Views of bench/quality.py that see as much; none where there is none."""
 CHECKPOINTS = 5
-BATCH = 50
 SEEDS = 2
+OTHERS = ("fashion-cnn", "aesop-lora")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lds", "explained", "cost", "table"])
+    parser.add_argument("what", choices=["lds", "others", "explained", "cost", "table"])
     parser.add_argument("--folder", type=Path, default=Path("runs/quality"))
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.what == "table":
-        print(table(json.loads(RESULTS.read_text()), json.loads(quality.RESULTS.read_text())))
+        of_quality = json.loads(quality.RESULTS.read_text())
+        of_keeps = json.loads(keeps.RESULTS.read_text())
+        print(table(json.loads(RESULTS.read_text()), of_quality, of_keeps))
         return
-    found = {"lds": lds, "explained": explained, "cost": cost}[given.what](given.folder)
+    found = {"lds": lds, "others": others, "explained": explained, "cost": cost}[given.what](given.folder)
     print(json.dumps(found, indent=1))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[given.what] = found
@@ -94,7 +102,7 @@ def opened(situation: str, seed: int, folder: Path) -> dualform.Dual:
         return recorded
     count = CHECKPOINTS if situation == "five checkpoints" else 1
     path = folder / f"{NAME}-{seed}-{count}-checkpoints"
-    collected(path, checkpoints_of(recorded, count))
+    collected(NAME, path, checkpoints_of(recorded, count))
     return dualform.open(path, studies.study(NAME).model)
 
 
@@ -105,17 +113,66 @@ def checkpoints_of(recorded: dualform.Dual, count: int) -> dict[str, dict[str, T
     return {f"step {step}": recorded.at(step).model().state_dict() for step in steps}
 
 
-def collected(path: Path, checkpoints: dict[str, dict[str, Tensor]]) -> None:
-    """Collect the training data at some checkpoints."""
-    data = studies.SETTINGS[NAME].data()
-    model = studies.study(NAME).model
+def collected(name: str, path: Path, checkpoints: dict[str, dict[str, Tensor]]) -> None:
+    """Collect the training data of a setting at some checkpoints."""
+    setting = studies.SETTINGS[name]
+    data = setting.data()
+    model = studies.study(name).model
     assert isinstance(model, nn.Module)
-    loader = DataLoader(TensorDataset(data.inputs, data.labels), batch_size=BATCH)
-    dualform.collect(model, loader, _loss, path, checkpoints=checkpoints, columns={"label": 1}, overwrite=True)
+    loader = DataLoader(TensorDataset(data.inputs, data.labels), batch_size=setting.batch)
+    columns = {"label": 1} if data.labels.dim() == 1 else None
+    dualform.collect(model, loader, _loss, path, checkpoints=checkpoints, columns=columns, overwrite=True)
 
 
 def _loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def others(folder: Path) -> dict[str, Any]:
+    """The LDS of "whitened" on the other runs, at five checkpoints and at the final weights, with kronfluence at those if it is installed."""
+    found: dict[str, Any] = {}
+    for name in OTHERS:
+        truth, ceiling = keeps.truth(name, folder)
+        study = studies.study(name)
+        checkpoints = trained_checkpoints(name)
+        found[name] = {"ceiling": ceiling}
+        for situation in SITUATIONS[1:]:
+            kept = checkpoints if situation == "five checkpoints" else dict([list(checkpoints.items())[-1]])
+            path = folder / f"{name}-collected"
+            collected(name, path, kept)
+            dual = dualform.open(path, study.model)
+            views = ["whitened", *([] if situation == "five checkpoints" else installed_peers())]
+            found[name][situation] = {}
+            for view in views:
+                scores = chosen([view], study)[view](dual, study, None)
+                found[name][situation][view] = quality._told(truth.lds(scores))
+                print(name, situation, view, found[name][situation][view], flush=True)
+            shutil.rmtree(path)
+    return found
+
+
+def installed_peers() -> list[str]:
+    """The views of kronfluence at final weights, if it is installed."""
+    return [name for name in PEERS["final weights"] if peers()[name].installed]
+
+
+def trained_checkpoints(name: str) -> dict[str, dict[str, Tensor]]:
+    """The weights at five moments of the training that bench/keeps.py records first."""
+    samples = len(studies.SETTINGS[name].data().inputs)
+    setting = studies.SETTINGS[name]
+    steps = setting.epochs * -(-samples // setting.batch)
+    moments = {steps * (place + 1) // CHECKPOINTS for place in range(CHECKPOINTS)}
+    found: dict[str, dict[str, Tensor]] = {}
+    count = 0
+
+    def keep(model: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count in moments:
+            found[f"step {count}"] = copy.deepcopy(model.state_dict())
+
+    studies.run(name, torch.arange(samples), quality.FIRST_SEED, after_step=keep)
+    return found
 
 
 def explained(folder: Path) -> dict[str, Any]:
@@ -123,7 +180,7 @@ def explained(folder: Path) -> dict[str, Any]:
     recorded = quality.recorded(NAME, 0, folder)
     checkpoints = {"step 0": recorded.at(0).model().state_dict()} | checkpoints_of(recorded, CHECKPOINTS)
     path = folder / f"{NAME}-explained"
-    collected(path, checkpoints)
+    collected(NAME, path, checkpoints)
     dual = dualform.open(path)
     whole = dual.explained()
     last = dual.explained(-2)
@@ -168,7 +225,7 @@ def _flat_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
-def table(results: dict[str, Any], of_quality: dict[str, Any]) -> str:
+def table(results: dict[str, Any], of_quality: dict[str, Any], of_keeps: dict[str, Any]) -> str:
     """The tables of docs/trained-models.md."""
     heads = [*METHODS, "kronfluence", "kronfluence, other damping"]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
@@ -177,12 +234,26 @@ def table(results: dict[str, Any], of_quality: dict[str, Any]) -> str:
         cells = [_cell(results["lds"][situation][method]) for method in METHODS]
         peers = [_cell(views[peer]) if peer else "–" for peer in PEERS[situation]]
         lines.append(f"| {situation} | {' | '.join([*cells, *peers])} |")
+    lines += ["", *_table_of_others(results["others"], of_keeps)]
     for name in ("whole", "last"):
         lines += ["", "| parameter | by first | by last | by all | by rows | chance |", "|---|---|---|---|---|---|"]
         for row in results["explained"][name]:
             cells = [_percent(row[one]) for one in ("by_first", "by_last", "by_all", "by_rows", "chance")]
             lines.append(f"| {row['parameter']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _table_of_others(results: dict[str, Any], of_keeps: dict[str, Any]) -> list[str]:
+    lines = ["| | | whitened | kronfluence | kronfluence, other damping |", "|---|---|---|---|---|"]
+    for name, found in results.items():
+        title = keeps.RUNS[name].title
+        found = found | {"recorded": of_keeps["runs"][name]["keeps"]["slots"]}
+        for situation in SITUATIONS:
+            views = ("whitened", *PEERS["final weights"])
+            cells = [_cell(found[situation][view]) if view in found[situation] else "–" for view in views]
+            lines.append(f"| {title} | {situation} | {' | '.join(cells)} |")
+            title = ""
+    return lines
 
 
 def _cell(row: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ from dualform.progress import Progress
 from dualform_paper.peers.samples import BATCH, Opposite, dataset, loss, moments, standardised
 
 TRACKED = (nn.Linear, nn.Conv2d)
-"""What kronfluence sees of a model."""
+"""What kronfluence sees of a model, where it is trained."""
 
 
 def kronfluence(checkpoints: int = 1, damping: float | None = 1e-8) -> View:
@@ -39,8 +39,9 @@ def _scores(model: nn.Module, dual: Dual, study: Study, damping: float | None) -
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
 
-    if not any(type(module) in TRACKED for module in model.modules()):
-        raise NotRecordedError("kronfluence sees Linear and Conv2d only, and this model has none.")
+    tracked = [name for name, module in model.named_modules() if _is_tracked(module)]
+    if not tracked:
+        raise NotRecordedError("kronfluence sees Linear and Conv2d only, and this model trains none.")
     judged = Opposite(study)
 
     class Training(Task):  # type: ignore[misc]
@@ -51,6 +52,9 @@ def _scores(model: nn.Module, dual: Dual, study: Study, damping: float | None) -
             flat = logits.flatten(0, -2)
             drawn = torch.multinomial(F.softmax(flat.detach(), -1), 1)[:, 0]
             return loss(flat, drawn)
+
+        def get_influence_tracked_modules(self) -> list[str]:
+            return tracked
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             found: Tensor = judged(call(model, study.inputs))
@@ -76,3 +80,8 @@ def _scores(model: nn.Module, dual: Dual, study: Study, damping: float | None) -
         )
         found: Tensor = analyzer.load_pairwise_scores("scores")["all_modules"]
     return found.double()
+
+
+def _is_tracked(module: nn.Module) -> bool:
+    """Whether a module is trained: the base under adapters is not."""
+    return type(module) in TRACKED and any(parameter.requires_grad for parameter in module.parameters())
