@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dualform
+from dualform.record.estimate import Estimate
 from dualform.store.format import size_text
 
 GPT2_TOKENS = 1_000_000_000
@@ -30,7 +31,7 @@ def gpt2() -> nn.Module:
     return model
 
 
-def llama(rank: int = RANK, **sizes: int) -> nn.Module:
+def llama(rank: int = RANK, **sizes: Any) -> nn.Module:
     """Llama 2 of 7 billion parameters, with adapters on all linear layers. sizes: others than its own."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +42,7 @@ def llama(rank: int = RANK, **sizes: int) -> nn.Module:
     return adapted
 
 
-def of_gpt2(projection: int = PROJECTIONS[0], **settings: Any) -> dualform.Estimate:
+def of_gpt2(projection: int = PROJECTIONS[0], **settings: Any) -> Estimate:
     """A billion tokens through GPT-2, all maps of its blocks, 512 rows in an update."""
     rows = GPT2_TOKENS // GPT2_LENGTH
     return dualform.estimate(
@@ -56,7 +57,7 @@ def of_gpt2(projection: int = PROJECTIONS[0], **settings: Any) -> dualform.Estim
     )
 
 
-def of_lora(projection: int = PROJECTIONS[0]) -> dualform.Estimate:
+def of_lora(projection: int = PROJECTIONS[0]) -> Estimate:
     """15 million tokens through the adapters, 16 rows in an update."""
     rows = LORA_TOKENS // LORA_LENGTH
     return dualform.estimate(
@@ -64,7 +65,7 @@ def of_lora(projection: int = PROJECTIONS[0]) -> dualform.Estimate:
     )
 
 
-def table(exact: dualform.Estimate, projected: dict[int, dualform.Estimate]) -> str:
+def table(exact: Estimate, projected: dict[int, Estimate]) -> str:
     """Bytes by what is kept."""
     lines = ["| `keep=` | a row | in all | of these, snapshots | memory while recording |", "|---|--:|--:|--:|--:|"]
     lines += [_line(f'`"{keep}"`', exact, keep) for keep in ("slots", "rows", "keys")]
@@ -72,7 +73,7 @@ def table(exact: dualform.Estimate, projected: dict[int, dualform.Estimate]) -> 
     return "\n".join(lines)
 
 
-def _line(title: str, found: dualform.Estimate, keep: str) -> str:
+def _line(title: str, found: Estimate, keep: str) -> str:
     numbers = [
         found.bytes_per_row(keep),
         found.nbytes(keep),

@@ -1,6 +1,6 @@
 """Disk, time and LDS of every `keep` on three runs: an MLP, a CNN, and adapters on a Transformer.
 
-    python bench/keeps.py [truth lds] [--runs digits-sgd,…] [--keeps slots,…]   # default: all of it, an hour and a half of one core
+    python bench/keeps.py [truth lds time] [--runs digits-sgd,…] [--keeps slots,…]   # default: all of it, an hour and a half of one core
     python bench/keeps.py table                                                      # prints docs/scale.md's table
 
 Needs `pip install '.[bench,transformers]' ./paper` and DUALFORM_DATA with fashion-mnist/, aesop/ and wikitext-2/. Trainings and scores are kept in the
@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dualform
 import quality
 import studies
 from dualform.errors import NotRecordedError
 from dualform.evaluate.lds import Lds, Truth
+from dualform.evaluate.ranks import correlation
 from dualform.evaluate.retrain import Retrained
 from dualform.evaluate.subsets import Subsets
 from dualform.evaluate.views import VIEWS
@@ -49,21 +50,26 @@ class Run:
     seeds: int
     """Recorded trainings that are judged by them."""
     rounds: int
-    """Bare and recorded trainings in turns, for each of them."""
+    """Bare and recorded trainings in turns, to be timed, …"""
+    timed_epochs: int
+    """… with so many epochs."""
     methods: tuple[str, ...] = ("whitened",)
     """Of influence. The kernel takes minutes on the CNN, and does not fit rows with many labels."""
 
 
 RUNS = {
-    "digits-sgd": Run("digits, MLP", subsets=100, repeats=3, seeds=2, rounds=5, methods=("whitened", "kernel")),
-    "fashion-cnn": Run("Fashion, CNN", subsets=60, repeats=2, seeds=1, rounds=1),
-    "aesop-lora": Run("Aesop, Transformer with LoRA", subsets=50, repeats=2, seeds=1, rounds=1),
+    "digits-sgd": Run(
+        "digits, MLP", subsets=100, repeats=3, seeds=2, rounds=10, timed_epochs=15, methods=("whitened", "kernel")
+    ),
+    "fashion-cnn": Run("Fashion, CNN", subsets=60, repeats=2, seeds=1, rounds=3, timed_epochs=4),
+    "aesop-lora": Run("Aesop, Transformer with LoRA", subsets=50, repeats=2, seeds=1, rounds=3, timed_epochs=1),
 }
 PROJECTIONS = (8, 16, 32, 64)
 KEEPS: dict[str, dict[str, Any]] = {
     "slots": {},
     "rows": {"keep": "rows"},
     **{f"projected-{size}": {"keep": "projected", "projection": size} for size in PROJECTIONS},
+    "projected-16-float16": {"keep": "projected", "projection": 16, "dtype": "float16"},
     "keys": {"keep": "keys"},
     "totals": {"keep": "totals", "totals": ["tenth"]},
 }
@@ -103,18 +109,13 @@ class Recorded:
 
     def _measure(self) -> dict[str, Any]:
         store = self.folder / f"{self.name}-store"
-        study = studies.study(self.run)  # what it imports and pretrains is no part of a training
-        ratios = []
-        for _ in range(RUNS[self.run].rounds):
-            bare = self._train(None)[1]
-            model, seconds = self._train(store)
-            ratios.append(seconds / bare)
+        model = _train(self.run, self.keep, self.seed, store)
         files = [file for file in store.rglob("*") if file.is_file()]
         found: dict[str, Any] = {
-            "times": ratios,
             "disk": sum(file.stat().st_size for file in files),
             "chunks": sum(file.stat().st_size for file in files if file.parent.name.startswith("chunk-")),
         }
+        study = studies.study(self.run)
         dual = dualform.open(store, model)
         for method in RUNS[self.run].methods:
             before = time.process_time()
@@ -126,13 +127,44 @@ class Recorded:
         shutil.rmtree(store)
         return found
 
-    def _train(self, store: Path | None) -> tuple[nn.Module, float]:
-        """The trained model, and how long that took in seconds of the processor."""
-        ids = torch.arange(len(studies.SETTINGS[self.run].data().inputs))
-        seed = quality.FIRST_SEED + self.seed
-        before = time.process_time()
-        model = studies.run(self.run, ids, seed, store, settings=KEEPS[self.keep], tenth=groups_of(self.run))
-        return model, time.process_time() - before
+
+def _train(run: str, keep: str, seed: int, store: Path | None, epochs: int | None = None) -> nn.Module:
+    """The model of a run, recorded into a folder if one is given."""
+    ids = torch.arange(len(studies.SETTINGS[run].data().inputs))
+    settings = KEEPS[keep]
+    return studies.run(
+        run, ids, quality.FIRST_SEED + seed, store, epochs=epochs, settings=settings, tenth=groups_of(run)
+    )
+
+
+def times(run: str, keep: str, folder: Path) -> list[float]:
+    """Recorded / bare training, in seconds of the processor, in turns; from the folder if they are there."""
+    path = folder / "found" / f"{run}-{keep}-times.npy"
+    if not path.exists():
+        store = folder / f"{run}-{keep}-timed"
+        _train(run, keep, 0, store, epochs=1)  # what is imported, pretrained and compiled is no part of a training
+        ratios = []
+        for _ in range(RUNS[run].rounds):
+            began = time.process_time()
+            _train(run, keep, 0, None, RUNS[run].timed_epochs)
+            bare = time.process_time()
+            _train(run, keep, 0, store, RUNS[run].timed_epochs)
+            ratios.append((time.process_time() - bare) / (bare - began))
+        shutil.rmtree(store)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, ratios)
+        print(f"{run}, {keep}: {statistics.median(ratios):.2f} times as long", flush=True)
+    found: list[float] = np.load(path).tolist()
+    return found
+
+
+def timed(run: str, keeps: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Of each keep: how many times as long as bare training it takes, the median and every round."""
+    found = {}
+    for keep in keeps:
+        factors = times(run, keep, folder)
+        found[keep] = {"time": statistics.median(factors), "times": [round(factor, 3) for factor in factors]}
+    return {"keeps": found}
 
 
 def groups_of(run: str) -> torch.Tensor:
@@ -174,35 +206,46 @@ def lds(run: str, keeps: Sequence[str], folder: Path) -> dict[str, Any]:
         "seeds": RUNS[run].seeds,
     }
     by_keep: dict[str, Any] = {}
-    of_slots: dict[str, Lds] = {}
+    of_slots: dict[str, tuple[Lds, Tensor]] = {}
     for keep in sorted({"slots", *keeps}, key=list(KEEPS).index):
         recordings = [Recorded(run, keep, seed, folder).found() for seed in range(RUNS[run].seeds)]
-        times = [ratio for one in recordings for ratio in one["times"]]
         by_keep[keep] = {
             "disk": int(recordings[0]["disk"]),
             "chunks": int(recordings[0]["chunks"]),
-            "time": statistics.median(times),
-            "times": [round(ratio, 3) for ratio in times],
         }
         for method in RUNS[run].methods:
             seconds = [float(one[f"{method} seconds"]) for one in recordings]
             if method not in recordings[0]:
                 by_keep[keep][method] = {"why": str(recordings[0][f"{method} why"])}
                 continue
-            pooled = quality._pooled([known.lds(torch.from_numpy(one[method])) for one in recordings])
-            of_slots.setdefault(method, pooled)
-            share = vars(pooled.ratio(of_slots[method]))
-            by_keep[keep][method] = quality._told(pooled) | {"of_slots": share, "seconds": statistics.mean(seconds)}
+            scores = torch.stack([torch.from_numpy(one[method]) for one in recordings])
+            pooled = quality._pooled([known.lds(one) for one in scores])
+            exact_lds, exact_scores = of_slots.setdefault(method, (pooled, scores))
+            by_keep[keep][method] = quality._told(pooled) | {
+                "of_slots": vars(pooled.ratio(exact_lds)),
+                "correlation": float(correlation(scores.flatten(0, 1), exact_scores.flatten(0, 1)).mean()),
+                "seconds": statistics.mean(seconds),
+            }
         print(run, keep, by_keep[keep], flush=True)
     return found | {"keeps": by_keep}
 
 
 def table(results: dict[str, Any]) -> str:
     """docs/scale.md's table."""
-    head = ["", "`keep=`", "bytes a row", "slots / this", "time", "whitened", "of that of slots", "kernel"]
-    lines = [f"| {' | '.join(head)} |", "|---|---|--:|--:|--:|---|---|---|"]
+    head = [
+        "",
+        "`keep=`",
+        "bytes a row",
+        "slots / this",
+        "time",
+        "whitened",
+        "of that of slots",
+        "scores alike",
+        "kernel",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---|---|--:|--:|--:|---|---|--:|---|"]
     for name, run in RUNS.items():
-        if name in results["runs"]:
+        if results["runs"].get(name, {}).get("keeps"):
             lines += _lines(run.title, results["runs"][name])
     return "\n".join(lines)
 
@@ -213,21 +256,26 @@ def _lines(title: str, run: dict[str, Any]) -> Iterator[str]:
         if keep not in run["keeps"]:
             continue
         one = run["keeps"][keep]
-        bytes_per_row = one["chunks"] / run["rows"]
-        cells = [title, _keep_text(keep), f"{bytes_per_row:,.0f}", f"{slots / one['chunks']:.1f}", f"{one['time']:.2f}"]
+        grows = one["chunks"] > 0
+        size = f"{one['chunks'] / run['rows']:,.0f}" if grows else f"{size_text(one['disk'])} in all"
+        smaller = f"{slots / one['chunks']:.1f}" if grows else "–"
+        factor = f"{one['time']:.2f}" if "time" in one else "–"
+        cells = [title, _keep_text(keep), size, smaller, factor]
         if "lds" in one["whitened"]:
             share = one["whitened"]["of_slots"]
-            cells += [_lds_text(one["whitened"]), f"{share['value']:.1%} ({share['low']:.1%}–{share['high']:.1%})"]
+            interval = f"{share['value']:.1%} ({share['low']:.1%}–{share['high']:.1%})"
+            cells += [_lds_text(one["whitened"]), interval, f"{one['whitened']['correlation']:.3f}"]
         else:
-            cells += [ANSWERS.get(keep, "–"), "–"]
+            cells += [ANSWERS.get(keep, "–"), "–", "–"]
         cells.append(_lds_text(one["kernel"]) if "lds" in one.get("kernel", {}) else "–")
         yield f"| {' | '.join(cells)} |"
         title = ""
 
 
 def _keep_text(keep: str) -> str:
-    name, _, size = keep.partition("-")
-    return f'`"{name}"`' + (f", {size} × {size}" if size else "")
+    name, *details = keep.split("-")
+    sizes = [f"{one} × {one}" if one.isdigit() else one for one in details]
+    return ", ".join([f'`"{name}"`', *sizes])
 
 
 def _lds_text(one: dict[str, float]) -> str:
@@ -236,13 +284,13 @@ def _lds_text(one: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["truth", "lds", "table"])
+    parser.add_argument("what", nargs="*", choices=["truth", "lds", "time", "table"])
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--keeps", default=",".join(KEEPS))
     parser.add_argument("--folder", type=Path, default=Path("runs/keeps"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    what = given.what or ["truth", "lds", "table"]
+    what = given.what or ["truth", "lds", "time", "table"]
     keeps = given.keeps.split(",")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
     for run in given.runs.split(","):
@@ -251,6 +299,9 @@ def main() -> None:
             truth(run, given.folder)
         if "lds" in what:
             _merge(kept, lds(run, keeps, given.folder))
+        if "time" in what:
+            _merge(kept, timed(run, keeps, given.folder))
+        if "lds" in what or "time" in what:
             results["versions"] = {"dualform": dualform.__version__, "torch": torch.__version__}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     if "table" in what:

@@ -234,7 +234,7 @@ def table(results: dict[str, Any], of_quality: dict[str, Any], of_keeps: dict[st
         cells = [_cell(results["lds"][situation][method]) for method in METHODS]
         peers = [_cell(views[peer]) if peer else "–" for peer in PEERS[situation]]
         lines.append(f"| {situation} | {' | '.join([*cells, *peers])} |")
-    lines += ["", *_table_of_others(results["others"], of_keeps)]
+    lines += ["", *table_of_others(results["others"], of_keeps)]
     for name in ("whole", "last"):
         lines += ["", "| parameter | by first | by last | by all | by rows | chance |", "|---|---|---|---|---|---|"]
         for row in results["explained"][name]:
@@ -243,7 +243,7 @@ def table(results: dict[str, Any], of_quality: dict[str, Any], of_keeps: dict[st
     return "\n".join(lines)
 
 
-def _table_of_others(results: dict[str, Any], of_keeps: dict[str, Any]) -> list[str]:
+def table_of_others(results: dict[str, Any], of_keeps: dict[str, Any]) -> list[str]:
     lines = ["| | | whitened | kronfluence | kronfluence, other damping |", "|---|---|---|---|---|"]
     for name, found in results.items():
         title = keeps.RUNS[name].title

@@ -2,17 +2,23 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
 import dualform
+import keeps
+import trained_models
 from pages import code_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "trained-models.md"
 TEXT = PAGE.read_text()
+DIGITS = TEXT.split("### A CNN and a Transformer")[0]
 RESULTS = json.loads((ROOT / "bench" / "results" / "trained-models.json").read_text())
 
 
@@ -65,7 +71,7 @@ def test_every_number_of_the_tables_was_measured():
         for one in ("kronfluence", "kronfluence-5", "kronfluence-damped")
         for name in ("lds", "low", "high")
     }
-    quoted = re.findall(r"0\.\d{3}", TEXT)
+    quoted = re.findall(r"0\.\d{3}", DIGITS)
     assert len(quoted) == 36
     assert set(quoted) <= found
     percents = {
@@ -76,6 +82,10 @@ def test_every_number_of_the_tables_was_measured():
         if row[name] is not None
     }
     assert set(re.findall(r"\d+\.\d%", TEXT)) <= percents
+
+
+def test_the_table_of_the_other_runs_was_measured():
+    assert "\n".join(trained_models.table_of_others(RESULTS["others"], json.loads(keeps.RESULTS.read_text()))) in TEXT
 
 
 def test_the_cost_was_measured():

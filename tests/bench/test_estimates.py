@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import dualform
 import estimates
 
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text()
 ROWS, LENGTH, STEPS, VOCABULARY = 4, 48, 20, 50_000
 SIZES = {
