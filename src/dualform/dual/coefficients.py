@@ -93,7 +93,7 @@ def recorded_updates(store: Store, parameter: str, *, begin: int = 0, end: int |
 
 def not_replayed(store: Store, end: int) -> dict[str, str]:
     """The parameters whose optimizer cannot be replayed, with the name of that optimizer."""
-    if not store.manifest.keeps_gradients:
+    if store.manifest.keep in ("keys", "totals"):
         return {}
     found = store.updates.filter(pl.col("step") < end).select("parameter", "optimizer").unique()
     return {store.manifest.parameters[number].name: kind for number, kind in found.iter_rows() if kind not in KINDS}

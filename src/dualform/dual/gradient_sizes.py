@@ -24,6 +24,7 @@ from dualform.layers.layer import Use
 from dualform.layers.written import used_rows
 from dualform.projection import SLACK, UNDERFLOW, Projection
 from dualform.store.reader import Store
+from dualform.store.unkept import why_not_rebuilt
 
 EVENLY_SPREAD = 3.0
 """Of an error spread evenly between −1 and 1, the mean square is 1 / 3."""
@@ -47,7 +48,8 @@ class WrongSize:
 
 def wrong_size(store: Store, parameter: str, end: int) -> WrongSize | None:
     """Return the first update before `end` whose slots give a gradient of another size than recorded, or None."""
-    if not store.manifest.keeps_gradients or store.is_vector(parameter):
+    is_rebuilt = store.manifest.keep != "totals" and why_not_rebuilt(store, parameter) is None
+    if not is_rebuilt or store.is_vector(parameter):
         return None
     if kept_rows(store, parameter) is not None:  # sizes are those of all rows
         return None

@@ -92,8 +92,6 @@ def full_floor(
 
     is_worst: if coefficients are matrices, take each weight's largest displacement in many walks.
     """
-    if not store.manifest.keeps_gradients:
-        return weights
     updates = updates_of(store, parameter, begin=begin, end=end)
     if store.is_vector(parameter):  # its gradients are recorded exactly
         along_the_way = _along_the_way(store, updates)

@@ -57,10 +57,10 @@ Line = dict[str, str | int | float]
 
 def verify(store: Store, end: int, progress: Progress | None = None, workers: int = 1) -> Certificate:
     """Compare each parameter of the dual at `end` with the weights that training left there."""
-    primal = _find_primal(store, end)
     names = [parameter.name for parameter in store.manifest.parameters]
     optimizers = not_replayed(store, end)
     unkept = _not_kept(store, names)
+    primal = _find_primal(store, end, has_rebuilt=len(unkept) < len(names))
     summed = [name for name in names if name not in optimizers and name not in unkept]
     duals = _duals(store, summed, end, workers)
     lines = []
@@ -86,7 +86,8 @@ class _Primal:
     described: str
 
 
-def _find_primal(store: Store, end: int) -> _Primal:
+def _find_primal(store: Store, end: int, *, has_rebuilt: bool) -> _Primal:
+    """has_rebuilt: whether the gradients of any parameter can be put together again."""
     collection = collection_of(store)
     if collection is not None:
         return _Primal(None, f"the gradients of its batches ({collection})")
@@ -94,7 +95,7 @@ def _find_primal(store: Store, end: int) -> _Primal:
     if nearest == end:
         return _Primal(nearest, "the stored weights")
     is_the_end = end == store.end_step  # killed, or ended within optimizer.step()
-    if (is_the_end or nearest == 0) and store.manifest.keeps_gradients:
+    if (is_the_end or nearest == 0) and has_rebuilt and store.manifest.keep not in ("keys", "totals"):
         why = "the weights of the last step are not stored" if is_the_end else "there is no later snapshot"
         return _Primal(None, f"projections of the weights, stored after each step ({why})")
     return _Primal(nearest, f"weights rebuilt from the snapshot at step {nearest}")
