@@ -117,7 +117,7 @@ def _margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 def lds(scores: Tensor, kept: Tensor, margins: Tensor) -> tuple[float, float]:
     """The mean rank correlation over tests, and its standard error. scores (tests, samples)."""
-    foretold = kept @ scores.T
+    foretold = kept.double() @ scores.T
     correlations = []
     for one, other in zip(foretold.T, margins.T, strict=True):
         ranks = torch.stack([one.argsort().argsort(), other.argsort().argsort()]).double()
