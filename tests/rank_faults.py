@@ -2,6 +2,9 @@
 
 import os
 import signal
+import time
+import warnings
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -10,8 +13,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
+from dualform.record import ranks as ranks_module
 from parallel_training import Case, batches, name_rows, network, on_two_ranks, optimizer_of, samples
 
+SHORT = 2
+"""Seconds that ranks wait for each other, where a test waits, too."""
 CASE = Case(sizes=(3,), steps=4)
 
 
@@ -152,3 +158,35 @@ def resumed(rank, path):
 def again(rank, path, **settings):
     """A whole training into a folder that may hold one."""
     on_two_ranks(rank, CASE, path, **settings)
+
+
+def settings_of_ranks(rank, path, *settings):
+    """Each rank calls record() with settings of its own."""
+    train(rank, path, **settings[rank])
+
+
+def only_rank_0_records(rank, path):
+    """Rank 1 does not call record(), and ends later than rank 0 has given up. Returns what rank 0 says meanwhile."""
+    ranks_module.WAITS_IN_SILENCE = 0.1
+    group = torch.distributed.new_group(timeout=timedelta(seconds=SHORT))
+    model = DistributedDataParallel(network(CASE), process_group=group)
+    if rank == 1:
+        time.sleep(3 * SHORT)
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            dualform.record(model, optimizer_of(CASE, model), path)
+        except dualform.errors.RecordingError as error:
+            return [str(error), *(str(warning.message) for warning in caught)]
+    return []
+
+
+def ends_early(rank, path):
+    """Rank 1 has an error of its own in the middle of training."""
+
+    def wrong(rank, step, model, recorder):
+        if rank == 1 and step == 2:
+            os._exit(1)
+
+    train(rank, path, wrong=wrong)

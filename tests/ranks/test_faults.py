@@ -84,6 +84,52 @@ def test_a_shard_that_cannot_be_written_stops_all_ranks(ranks, path):
     assert all("Choose another path" in result.message for result in results)
 
 
+@pytest.mark.parametrize(
+    ("of_rank_1", "words"),
+    [
+        ({"keep": "slot"}, "keep='slot': expected one of"),
+        ({"layers": "7"}, "layers="),
+    ],
+)
+def test_an_argument_that_is_wrong_on_one_rank_stops_all(ranks, path, of_rank_1, words):
+    on_rank_1(ranks.attempt(rank_faults.settings_of_ranks, path, {}, of_rank_1), "RecordingError", words)
+    ranks.run(rank_faults.settings_of_ranks, path, {}, {})
+
+
+@pytest.mark.parametrize("settings", [{"keep": "rows"}, {"every": 2}, {"dtype": "float32"}, {"exclude": "0"}])
+def test_ranks_record_the_same(ranks, path, settings):
+    results = ranks.attempt(rank_faults.settings_of_ranks, path, {}, settings)
+    on_both(results, "RecordingError", "other settings on rank 1 than on rank 0")
+
+
+def test_record_on_one_rank_only_ends_with_a_message_in_time(path):
+    from two_ranks import TwoRanks
+
+    pool = TwoRanks()
+    try:
+        said, _ = pool.attempt(rank_faults.only_rank_0_records, path)
+    finally:
+        pool.close()
+    error, warning = said
+    assert "call dualform.record() on every rank" in error
+    assert "within 2 seconds (timeout= of init_process_group())" in error
+    assert "must be called on every rank. It waits 2 seconds" in warning
+    assert not path.exists()
+
+
+def test_a_rank_that_ends_early_is_told_of(path):
+    from two_ranks import TwoRanks
+
+    pool = TwoRanks()
+    try:
+        results = pool.attempt(rank_faults.ends_early, path)
+    finally:
+        pool.close()
+    assert results[1].kind == "Died"
+    assert results[0].kind == "RecordingError"
+    assert "got no answer from all 2 ranks before this update. Another rank has ended" in results[0].message
+
+
 def test_only_a_recording_is_replaced_and_only_if_told(ranks, recorded, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(recorded, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ from dualform.record.ranks import inner_network, is_parallel, ranks_of
 from dualform.record.recorded import StoreAs
 from dualform.record.recorder import Recorder
 from dualform.record.recording import ON_WRITE_ERROR, Recording
-from dualform.record.shard import begin_run, open_place, refuse_with_ranks
+from dualform.record.shard import agreed, begin_run, open_place, refuse_with_ranks
 from dualform.record.steps import ON_UNEXPLAINED, StepBuilder
 from dualform.record.totals import OnlineTotals, TotalsRequest, has_deltas, requested_groupings
 from dualform.record.unsupported import refuse_unsupported
@@ -107,91 +108,98 @@ def record(
     queue_bytes: how much may wait for the disk before training waits. chunk_bytes: how much is sealed at a time.
     """
     require_polars()
-    _check_value("dtype", dtype, (None, *store.DTYPES))
-    check_keep(keep, projection, every)
-    _check_value("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS)
-    _check_value("on_unexplained", on_unexplained, ON_UNEXPLAINED)
-    _check_value("on_write_error", on_write_error, ON_WRITE_ERROR)
     network = inner_network(model)
-    refuse_unsupported(network, optimizer)
-    if not isinstance(model, nn.Module) or not isinstance(network, nn.Module):
-        raise RecordingError(f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained.")
-    optimizers = optimizer_list(optimizer)
-    store_as = StoreAs(dtype or "", keep, Pool(queue_bytes), projection=projection, every=every)
-    one_keep = store_as.one_keep
-    groupings = requested_groupings(totals, one_keep)
-    refuse_contradictions(one_keep, every, groupings, has_outputs=bool(outputs), curvature=bool(curvature))
-    _check_optimizers(optimizers, one_keep, groupings)
-
-    choice = choose(network, optimizers, layers, exclude)
-    if outputs:
-        refuse_some_rows(optimizers)
-    choice.recorded = keep_outputs(choice.recorded, outputs)
-    check_patterns(keep, [layer.name for chosen in choice.recorded for layer in chosen.layers])
-    axes = _checked_axes(batch_axis, choice.modules)
-    _warn_of_left_out(choice.left_out)
-
     ranks = ranks_of(model)
-    if ranks is not None:
-        ranks.refuse_unsupported()
-        refuse_with_ranks(groupings=groupings, curvature=bool(curvature), on_write_error=on_write_error)
-        curvature = False
-    files, earlier = open_place(path, ranks, resume, overwrite=overwrite)
-    if earlier is None:
-        seed = private_seed()
-    else:
-        seed = earlier.seed
-        earlier.sort(choice.recorded)
-    if ranks is not None:  # all see gradients through the same R
-        seed = ranks.gather(seed)[0]
-    exchange = None if ranks is None else Exchange(ranks, chunk_bytes)
+    with contextlib.nullcontext() if ranks is None else ranks.failing_together():
+        _check_value("dtype", dtype, (None, *store.DTYPES))
+        check_keep(keep, projection, every)
+        _check_value("on_unclear_rows", on_unclear_rows, ON_UNCLEAR_ROWS)
+        _check_value("on_unexplained", on_unexplained, ON_UNEXPLAINED)
+        _check_value("on_write_error", on_write_error, ON_WRITE_ERROR)
+        refuse_unsupported(network, optimizer)
+        if not isinstance(model, nn.Module) or not isinstance(network, nn.Module):
+            raise RecordingError(
+                f"record() got {type(model).__name__!r} where it expected the nn.Module that is trained."
+            )
+        optimizers = optimizer_list(optimizer)
+        store_as = StoreAs(dtype or "", keep, Pool(queue_bytes), projection=projection, every=every)
+        one_keep = store_as.one_keep
+        groupings = requested_groupings(totals, one_keep)
+        refuse_contradictions(one_keep, every, groupings, has_outputs=bool(outputs), curvature=bool(curvature))
+        _check_optimizers(optimizers, one_keep, groupings)
 
-    if dtype is None:
-        dtype = _default_dtype(choice.recorded)
-    # Sums of keys alone need no error signals, and no gradient is put together again from them
-    needs_errors = one_keep != "totals" or has_deltas(groupings)
-    all_layers = [store_as.stored(layer, seed) for chosen in choice.recorded for layer in chosen.layers]
-    summed = [layer for layer in all_layers if layer.keep in store.SUMMED]
-    counts_sums = bool(summed) and counts_summed(curvature, summed)
-    store_as = replace(store_as, dtype=dtype, errors=needs_errors, curvature_every=EVERY if counts_sums else 0)
-    rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
-    passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
-    for chosen in choice.recorded:
-        passes.enter(chosen.name, chosen.module, chosen.layers, chosen.parameters)
-    steps = StepBuilder(passes, optimizers, on_unexplained=on_unexplained, exchange=exchange)
-    steps.watch.refuse_shared()
+        choice = choose(network, optimizers, layers, exclude)
+        if outputs:
+            refuse_some_rows(optimizers)
+        choice.recorded = keep_outputs(choice.recorded, outputs)
+        check_patterns(keep, [layer.name for chosen in choice.recorded for layer in chosen.layers])
+        axes = _checked_axes(batch_axis, choice.modules)
+        _warn_of_left_out(choice.left_out)
 
-    settings = {**_beginning(initial), **collection_settings(optimizers), **({} if ranks is None else ranks.settings)}
-    manifest = new_manifest(passes, choice, axes, settings)
-    if ranks is not None:
-        manifest = replace(manifest, run=ranks.gather(manifest.run)[0])
-    kept_totals = None
-    if earlier is not None:
-        manifest = earlier.go_on(manifest, passes, steps, groupings)
-        kept_totals = earlier.totals(groupings)
-    weights = snapshot_of(network, steps)
-    # DistributedDataParallel calls its module with what it was given itself
-    called = model.get_submodule("module") if is_parallel(model) else model
-    sums = OnlineTotals(manifest, groupings, totals_bytes, weights, kept_totals) if groupings else None
-    curvatures = OnlineCurvature(only_summed=not curvature) if curvature or counts_sums else None
-    writer = Writer(files, manifest, store_as.pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
-    recording: Recording | None = None
-    try:
-        finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
-        if one_keep != "totals":
-            finished.disk_space = DiskSpace(writer, expected_steps)
-        recording = Recording(network, called, writer, passes, steps, finished, choice.waiting, on_write_error)
         if ranks is not None:
-            begin_run(path, ranks, manifest.run, is_new=earlier is None)
-            recording.path = Path(path)
-        return Recorder(recording)
-    except BaseException:
-        # The user has no recorder to close: unlock the folder and remove the hooks
-        if recording is None:
-            writer.abandon()
+            ranks.refuse_unsupported()
+            refuse_with_ranks(groupings=groupings, curvature=bool(curvature), on_write_error=on_write_error)
+            curvature = False
+        files, earlier = open_place(path, ranks, resume, overwrite=overwrite)
+        if earlier is None:
+            seed = private_seed()
         else:
-            recording.close_dropped()
-        raise
+            seed = earlier.seed
+            earlier.sort(choice.recorded)
+        if ranks is not None:  # all see gradients through the same R
+            seed = ranks.gather(seed)[0]
+        exchange = None if ranks is None else Exchange(ranks, chunk_bytes)
+
+        if dtype is None:
+            dtype = _default_dtype(choice.recorded)
+        # Sums of keys alone need no error signals, and no gradient is put together again from them
+        needs_errors = one_keep != "totals" or has_deltas(groupings)
+        all_layers = [store_as.stored(layer, seed) for chosen in choice.recorded for layer in chosen.layers]
+        summed = [layer for layer in all_layers if layer.keep in store.SUMMED]
+        counts_sums = bool(summed) and counts_summed(curvature, summed)
+        store_as = replace(store_as, dtype=dtype, errors=needs_errors, curvature_every=EVERY if counts_sums else 0)
+        rows = _row_finder(network, choice, axes, check=check_rows, on_unclear=on_unclear_rows)
+        passes = PendingPasses(store_as=store_as, rows=rows, seed=seed)
+        for chosen in choice.recorded:
+            passes.enter(chosen.name, chosen.module, chosen.layers, chosen.parameters)
+        steps = StepBuilder(passes, optimizers, on_unexplained=on_unexplained, exchange=exchange)
+        steps.watch.refuse_shared()
+
+        settings = {
+            **_beginning(initial),
+            **collection_settings(optimizers),
+            **({} if ranks is None else ranks.settings),
+        }
+        manifest = new_manifest(passes, choice, axes, settings)
+        if ranks is not None:
+            manifest = agreed(ranks, manifest)
+        kept_totals = None
+        if earlier is not None:
+            manifest = earlier.go_on(manifest, passes, steps, groupings)
+            kept_totals = earlier.totals(groupings)
+        weights = snapshot_of(network, steps)
+        # DistributedDataParallel calls its module with what it was given itself
+        called = model.get_submodule("module") if is_parallel(model) else model
+        sums = OnlineTotals(manifest, groupings, totals_bytes, weights, kept_totals) if groupings else None
+        curvatures = OnlineCurvature(only_summed=not curvature) if curvature or counts_sums else None
+        writer = Writer(files, manifest, store_as.pool, weights, queue_bytes=queue_bytes, chunk_bytes=chunk_bytes)
+        recording: Recording | None = None
+        try:
+            finished = FinishedSteps(network, writer, passes, steps, sums, curvatures, chunk_bytes)
+            if one_keep != "totals":
+                finished.disk_space = DiskSpace(writer, expected_steps)
+            recording = Recording(network, called, writer, passes, steps, finished, choice.waiting, on_write_error)
+            if ranks is not None:
+                begin_run(path, ranks, manifest.run, is_new=earlier is None)
+                recording.path = Path(path)
+            return Recorder(recording)
+        except BaseException:
+            # The user has no recorder to close: unlock the folder and remove the hooks
+            if recording is None:
+                writer.abandon()
+            else:
+                recording.close_dropped()
+            raise
 
 
 def _beginning(initial: str) -> dict[str, str]:

@@ -6,8 +6,13 @@ update, over a group of their own on the CPU, so that the training's own collect
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import warnings
 import weakref
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +30,8 @@ JOINED = (
 )
 
 
+WAITS_IN_SILENCE = 60.0
+"""Seconds after which a rank says that it waits for the others in record()."""
 _GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The groups that recordings use, by those of DistributedDataParallel. A second recording uses the group of the first: PyTorch would find the
 first one's addresses under the name of a second group of the same ranks."""
@@ -42,9 +49,15 @@ class Ranks:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self._distributed = distributed
+        self._limit = _time_limit(group)
+        self._has_failed = False
+        """Whether record() has failed on a rank and all of them know it."""
         if group not in _GROUPS:
             members = distributed.get_process_group_ranks(group)
-            _GROUPS[group] = distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+            with self._meeting():
+                _GROUPS[group] = distributed.new_group(
+                    members, timeout=self._limit, backend="gloo", use_local_synchronization=True
+                )
         self._group = _GROUPS[group]
 
     @property
@@ -77,25 +90,82 @@ class Ranks:
     def sum(self, numbers: Projected) -> Projected:
         """Return the sums over all ranks, which are the same on all of them to the last bit."""
         tensor = torch.from_numpy(numbers.copy())
-        self._distributed.all_reduce(tensor, group=self._group)
+        with self._answering("before this update"):
+            self._distributed.all_reduce(tensor, group=self._group)
         summed: Projected = tensor.numpy()
         return summed
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return what all ranks have given, by rank."""
-        values: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(values, value, group=self._group)
-        return values
+    # While a recording begins
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise an error on all ranks if there is one on any: a rank that went on would wait for the others forever."""
+    def gather(self, value: Any = None) -> list[Any]:
+        """Return what all ranks have given, by rank. If record() has failed on one of them, that is an error on all."""
+        return self._gathered(value, None)
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the other ranks of an error, in the place of what they gather next: they would wait for this rank forever."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                self._gathered(None, error)
+            raise
+
+    def _gathered(self, value: Any, error: Exception | None) -> list[Any]:
         said = None if error is None else f"{type(error).__name__}: {error}"
-        messages = self.gather(said)
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
+        given: list[Any] = [None] * self.size
+        with self._meeting():
+            self._distributed.all_gather_object(given, (value, said), group=self._group)
+        for rank, (_, message) in enumerate(given):
+            if message is None:
+                continue
+            self._has_failed = True
+            if error is None:
                 raise RecordingError(f"rank {rank} cannot record, so no rank does: {message}")
+        return [value for value, _ in given]
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Wait for the other ranks in record(); say so if it takes long."""
+        timer = threading.Timer(WAITS_IN_SILENCE, self._say_who_waits)
+        timer.daemon = True
+        timer.start()
+        try:
+            with self._answering("in record()"):
+                yield
+        finally:
+            timer.cancel()
+
+    def _say_who_waits(self) -> None:
+        warnings.warn(
+            f"rank {self.rank} has waited {WAITS_IN_SILENCE:.0f} seconds for the other ranks in dualform.record(), which must be called on "
+            f"every rank. It waits {self._limit.total_seconds():.0f} seconds, the timeout= of init_process_group().",
+            stacklevel=2,
+        )
+
+    @contextlib.contextmanager
+    def _answering(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # PyTorch says which address did not answer
+            self._has_failed = True
+            raise RecordingError(
+                f"rank {self.rank} got no answer from all {self.size} ranks {where}. Another rank has ended, and its own error says why; or it "
+                f"did not do the same as this one within {self._limit.total_seconds():.0f} seconds (timeout= of init_process_group()): call "
+                f"dualform.record() on every rank, or on none, and make as many updates on each. PyTorch says: {error}"
+            ) from error
+
+
+def _time_limit(group: Any) -> timedelta:
+    """Return how long the ranks of a group wait for each other, timeout= of init_process_group. PyTorch does not tell it in public."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    try:
+        device = group._device_types[0]
+        limit = group._get_backend(device).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return default_pg_timeout
+    return limit if isinstance(limit, timedelta) else default_pg_timeout
 
 
 def ranks_of(model: object) -> Ranks | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
-from dualform.errors import DualformError, RecordingError
+from dualform.errors import RecordingError
 from dualform.record.ranks import Ranks
 from dualform.record.resuming import EarlierRecording
 from dualform.store.files import WritableFiles, folder_at, writing
-from dualform.store.format import MANIFEST, Grouping, read_manifest
+from dualform.store.format import MANIFEST, Grouping, Manifest, read_manifest
 from dualform.store.lock import prepare
 from dualform.store.reader import Store
+from dualform.store.run import SAME
 from dualform.store.shards import RANKS, RunFile, is_run, read_run, write_run
-
-T = TypeVar("T")
 
 
 def refuse_with_ranks(*, groupings: Sequence[Grouping], curvature: bool, on_write_error: str) -> None:
@@ -50,12 +49,12 @@ def open_place(
     own = folder_at(ranks.path_of_shard(path))
     if resume is False:
         if ranks.rank == 0:
-            _together(ranks, lambda: prepare(folder_at(path), overwrite=overwrite))
-        else:
-            ranks.agree(None)
-        _together(ranks, lambda: prepare(own, overwrite=overwrite))
+            prepare(folder_at(path), overwrite=overwrite)
+        ranks.gather()
+        prepare(own, overwrite=overwrite)
+        ranks.gather()
         return own, None
-    steps = _together(ranks, lambda: _sealed_steps(path, own, ranks))
+    steps = _sealed_steps(path, own, ranks)
     sealed = min(ranks.gather(steps))
     step = sealed if resume is True else resume
     if step > sealed:
@@ -63,18 +62,7 @@ def open_place(
             f"resume={step}: all ranks of {os.fspath(path)} have sealed step {sealed} and no later one. Go on from an earlier checkpoint, "
             f"or record into a new folder."
         )
-    return own, _together(ranks, lambda: EarlierRecording(own, step))
-
-
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do something on this rank, if that works on all of them."""
-    try:
-        result = work()
-    except DualformError as error:
-        ranks.agree(error)
-        raise
-    ranks.agree(None)
-    return result
+    return own, EarlierRecording(own, step)
 
 
 def _refuse_run(files: WritableFiles) -> None:
@@ -105,11 +93,22 @@ def _sealed_steps(path: str | os.PathLike[str], own: WritableFiles, ranks: Ranks
 
 def begin_run(path: str | os.PathLike[str], ranks: Ranks, name: str, *, is_new: bool) -> None:
     """Say that there is a run, once all of its shards have begun. name: its name, which the manifests of all shards have."""
-    files = folder_at(path)
+    if ranks.rank == 0 and is_new:
+        files = folder_at(path)
+        with writing(files.location):
+            write_run(files, RunFile(name, ranks.size))
+    ranks.gather()
 
-    def write() -> None:
-        if ranks.rank == 0 and is_new:
-            with writing(files.location):
-                write_run(files, RunFile(name, ranks.size))
 
-    _together(ranks, write)
+def agreed(ranks: Ranks, manifest: Manifest) -> Manifest:
+    """Return the manifest with the name that rank 0 gives the run, if all ranks record the same of the same model."""
+    manifests: list[Manifest] = ranks.gather(manifest)
+    for field in SAME:
+        said = [getattr(given, field) for given in manifests]
+        other = next((rank for rank, found in enumerate(said) if found != said[0]), None)
+        if other is not None:
+            raise RecordingError(
+                f"record() has other settings on rank {other} than on rank 0, which would keep: {field} differ. Give all ranks the same model, "
+                f"optimizer and settings."
+            )
+    return replace(manifest, run=manifests[0].run)
