@@ -67,6 +67,27 @@ def test_totals_are_those_of_the_kept_steps_with_the_error_of_a_sample_of_steps(
         assert line["standard_error"] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_group_that_was_not_kept_has_no_standard_error(tmp_path):
+    some, inputs = recorded(tmp_path / "some", STEPS // 2)
+    kept = set(some.slots("0").join(some.rows.with_row_index("row"), on="row")["sample_id"])
+    for answer in (some.attend(inputs)["0"], some.influence(inputs)):
+        table = answer.total("sample_id")
+        assert set(table["sample_id"]) > kept
+        for line in table.iter_rows(named=True):
+            assert math.isnan(line["standard_error"]) == (line["sample_id"] not in kept), line
+
+
+def test_rows_of_other_steps_have_no_influence_instead_of_none(tmp_path):
+    some, inputs = recorded(tmp_path / "some", EVERY)
+    answer = some.influence(inputs)
+    kept = set(some.slots("0")["row"])
+    for lowest in (False, True):
+        rows = answer.top(len(some.rows), lowest=lowest)
+        assert set(rows["row"]) == kept
+    ranked = answer.top(SAMPLES, by="sample_id")
+    assert ranked["visits"].sum() == 3 * len(kept)
+
+
 def test_intervals_cover_the_totals_of_all_steps(tmp_path):
     every, inputs = recorded(tmp_path / "every", 1)
     exact = every.attend(inputs)["0"].total("label")["total"].to_torch()

@@ -1,5 +1,7 @@
 """Contributions of keep="projected": right on average, and as far off as their standard errors say."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,3 +173,47 @@ def test_what_estimates_cannot_answer_is_refused(tmp_path):
     tied = train("gpt", "sgd", tmp_path / "tied", keep="projected", projection=3)
     with pytest.raises(NotRecordedError, match=r"'tokens' .* shares a weight with 'head'"):
         tied.dual.contributions(tied.inputs[:2], target=lambda output: output[:, -1, 1])
+
+
+class Attention(nn.Module):
+    """Query, key and value have different rows of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        return self.head(self.body(x, x, x, need_weights=False)[0])
+
+
+def test_the_parts_of_an_attention_share_no_weight(tmp_path, monkeypatch):
+    seeds = itertools.count(1000)
+    monkeypatch.setattr(begin, "private_seed", lambda: next(seeds))
+    torch.manual_seed(0)
+    model = Attention().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = tokens(SAMPLES)
+    projections = {"all": {}} | {str(draw): {"keep": "projected", "projection": WIDTH // 2} for draw in range(8)}
+    recorders = [dualform.record(model, optimizer, tmp_path / name, **keep) for name, keep in projections.items()]
+    for _ in range(3):
+        for recorder in recorders:
+            recorder.batch(sample_id=range(SAMPLES))
+        optimizer.zero_grad()
+        F.cross_entropy(model(data).flatten(0, 1), data.roll(1, 1).flatten()).backward()
+        optimizer.step()
+    for recorder in recorders:
+        recorder.close()
+    exact, *estimated = [
+        dualform.open(tmp_path / name, model).contributions(data[:2], target=target) for name in projections
+    ]
+    for name in ("body.q", "body.k", "body.v"):
+        true = exact[name].total("sample_id")["total"].to_torch()
+        tables = [one[name].total("sample_id") for one in estimated]
+        off = torch.stack([table["total"].to_torch() - true for table in tables])
+        errors = torch.stack([table["standard_error"].to_torch() for table in tables])
+        assert float(off.square().mean() / errors.square().mean()) == pytest.approx(1, abs=0.8), name
+        bias = off.mean(0) / (errors.square().mean(0) / len(tables)).sqrt()
+        assert float(bias.abs().mean()) < 2, name  # 0.8 of a normal number

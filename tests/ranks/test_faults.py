@@ -99,7 +99,7 @@ def test_an_argument_that_is_wrong_on_one_rank_stops_all(ranks, path, of_rank_1,
 @pytest.mark.parametrize("settings", [{"keep": "rows"}, {"every": 2}, {"dtype": "float32"}, {"exclude": "0"}])
 def test_ranks_record_the_same(ranks, path, settings):
     results = ranks.attempt(rank_faults.settings_of_ranks, path, {}, settings)
-    on_both(results, "RecordingError", "other settings on rank 1 than on rank 0")
+    on_both(results, "RecordingError", "other settings on rank 1 than on rank 0: '")
 
 
 def test_record_on_one_rank_only_ends_with_a_message_in_time(path):

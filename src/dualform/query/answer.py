@@ -125,7 +125,7 @@ class Answer:
         """Return the sum of the scores of each group of slots, for each query; absolute: of their absolute values.
 
         Totals that were kept for these columns answer it without a scan. Where not all slots were kept as they were (every=, or
-        keep="projected"), totals are estimates: the column `standard_error` says how far they may be off.
+        keep="projected"), totals are estimates: the column `standard_error` says how far they may be off. NaN: no slot of the group was kept.
         """
         sums = self.sums(by, where=where, absolute=absolute)
         # Groups in the order of their values
@@ -201,6 +201,8 @@ class Answer:
         spread = (squares - found.totals.square() / max(steps, 1)).clamp(min=0)
         correction = (1 - 1 / every) * steps / (steps - 1) if steps > 1 else math.nan
         errors = every * (correction * spread).sqrt()
+        # A zero would say that the total is known to be zero
+        errors[:, found.visits == 0] = math.nan
         return found._replace(totals=every * found.totals, errors=errors)
 
     def _scanned_sums(self, by: str | Sequence[str], where: Where | None, absolute: bool) -> Sums:

@@ -341,14 +341,8 @@ class ContributionScorer(Scorer):
 
     def tied_layers(self) -> list[Layer]:
         """Return the other layers whose slots write to the same parts of this layer's parameters (tied embeddings)."""
-        own = {use.parameter for use in self.uses}
         others = [layer for layer in self.store.manifest.layers if layer is not self.layer]
-        return [layer for layer in others if own & set(layer.parameters) and not self._is_disjoint(layer)]
-
-    def _is_disjoint(self, other: Layer) -> bool:
-        """Return whether two layers use different rows of what they share (the parts of an attention)."""
-        shared = [(own.rows, others.rows) for own, others in _pairs(self.uses, other.uses)]
-        return all(a and b and (a[1] <= b[0] or b[1] <= a[0]) for a, b in shared)
+        return [layer for layer in others if shares_weights(self.uses, layer.uses)]
 
     def along_deltas(self, view: GroupTotals) -> Tensor:
         """Return ⟨∂target/∂parameter, what each group wrote⟩, (examples, groups) float64."""
@@ -403,6 +397,12 @@ class ContributionScorer(Scorer):
             slopes = self.gradients[queries].to(dtype)
             result[queries] = inner(use, self.query_layer, inputs, slopes, matrix, rows).double()
         return result
+
+
+def shares_weights(uses: Uses, others: Uses) -> bool:
+    """Return whether two layers use the same rows of a parameter. The parts of an attention use different rows of one."""
+    shared = [(use.rows, other.rows) for use, other in _pairs(uses, others)]
+    return not all(a and b and (a[1] <= b[0] or b[1] <= a[0]) for a, b in shared)
 
 
 def _pairs(uses: Uses, others: Uses) -> list[tuple[Use, Use]]:

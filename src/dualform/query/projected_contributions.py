@@ -23,7 +23,7 @@ from dualform.layers.layer import Layer, Use
 from dualform.layers.projected import SlotViews, View, project_queries
 from dualform.query.answer import Sums
 from dualform.query.conditions import Where
-from dualform.query.contribution_scorer import ContributionScorer
+from dualform.query.contribution_scorer import ContributionScorer, shares_weights
 from dualform.query.contributions import LayerContributions
 from dualform.query.scan import Piece
 from dualform.query.scorer import Selection
@@ -45,7 +45,9 @@ def refuse_not_linear(store: Store, layer: Layer, scorer: ContributionScorer) ->
             f"number of a gradient by another one, which cannot be done to projections: there are no contributions. Ask influence(), or record with "
             f'keep="rows".'
         )
-    others = [other.name for name in layer.parameters for other in store.users(name) if other.name != layer.name]
+    uses = layer.in_network.uses
+    known = [other for other in store.manifest.layers if other.name != layer.name]
+    others = [other.name for other in known if shares_weights(uses, other.in_network.uses)]
     if others:
         raise NotRecordedError(
             f'layer {layer.name!r} keeps random projections of gradients (keep="projected") and shares a weight with {others[0]!r}, which is '

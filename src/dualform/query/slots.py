@@ -145,3 +145,15 @@ def rows_written(store: Store, layers: Sequence[str], end: int) -> Bools:
         return found
 
     return store.cached(("rows that wrote something", *layers), find, end)
+
+
+def rows_kept(store: Store) -> Bools:
+    """Return which rows are of steps whose slots were kept (every=), (rows,)."""
+
+    def find() -> Bools:
+        steps = store.rows["step"].to_numpy()
+        of_step = np.array([store.manifest.keeps_step(step) for step in range(store.end_step)], np.bool_)
+        found: Bools = of_step[steps]
+        return found
+
+    return store.cached(("rows of steps that were kept",), find)

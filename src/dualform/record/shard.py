@@ -108,7 +108,7 @@ def agreed(ranks: Ranks, manifest: Manifest) -> Manifest:
         other = next((rank for rank, found in enumerate(said) if found != said[0]), None)
         if other is not None:
             raise RecordingError(
-                f"record() has other settings on rank {other} than on rank 0, which would keep: {field} differ. Give all ranks the same model, "
-                f"optimizer and settings."
+                f"record() was called with another model or other settings on rank {other} than on rank 0: {field!r} differs. Give all ranks the "
+                f"same model, optimizer and settings."
             )
     return replace(manifest, run=manifests[0].run)

@@ -30,7 +30,7 @@ from dualform.query.influence.index import RowIndex, RowWindow, row_index
 from dualform.query.influence.scores import LinearScores, RowScores, Scores
 from dualform.query.influence.segments import Window
 from dualform.query.scorer import Scorer
-from dualform.query.slots import has_silent, rows_written
+from dualform.query.slots import has_silent, rows_kept, rows_written
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 
@@ -134,6 +134,13 @@ class RowInfluenceScorer(Scorer):
         for number, segment in enumerate(self.scores.segments):
             for window in segment.windows(self.store, segment.rows):
                 yield RowWindow(number, window)
+
+    def in_scope(self, run: RowWindow) -> Bools | None:
+        """Return which rows are of steps whose slots were kept (every=), (rows,); None: all. Nothing is known of the others."""
+        if self.store.manifest.every == 1:
+            return None
+        here: Bools = rows_kept(self.store)[slice(*run.row_range)]
+        return here
 
     def wrote(self, run: RowWindow) -> Bools:
         """Return which rows wrote something in any of the layers, (rows,)."""
