@@ -15,7 +15,6 @@ import polars as pl
 
 from dualform.arrays import Ints
 from dualform.layers.layer import COUNT_LIMIT, Geometry, Layer, Use, spans
-from dualform.layers.projected import projected_layer
 from dualform.store.format import (
     BLOCK_FIELDS,
     CHUNK_FILES,
@@ -123,6 +122,9 @@ def _check_kept(layer: Layer, manifest: Manifest) -> None:
         return
     if origin.size < 1 or origin.layer.projected_from is not None or layer.keep != "projected":
         raise ValueError(f"layer {layer.name!r} is projected in a way that there is not")
+    # Imported here, for it needs PyTorch: `dualform passages` opens stores without
+    from dualform.layers.projected import projected_layer
+
     if projected_layer(origin.layer, origin.size, origin.seed) != layer:
         raise ValueError(f"layer {layer.name!r} is not what its projection makes of it")
 

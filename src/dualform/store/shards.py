@@ -49,7 +49,9 @@ def is_run(files: Files) -> bool:
     """Whether a folder has a `run.json`."""
     try:
         files.size(RUN)
-    except StorePermissionError:
+    except StorePermissionError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
         return False  # S3 says so of a file that is not there, to whoever may not list; reading the manifest will tell
     except StoreError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
