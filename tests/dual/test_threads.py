@@ -1,3 +1,6 @@
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +54,37 @@ def test_an_error_in_one_task_cancels_the_others():
     assert len(ran) < 8
     assert torch.get_num_threads() == before
     assert set(threading.enumerate()) <= others
+
+
+INTERRUPTED = """
+import signal, time
+import polars as pl
+from dualform.dual.threads import run_in_order
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
+pl.DataFrame({"a": range(100_000)}).group_by("a").len()
+ended = []
+
+def slow():
+    print("begun", flush=True)
+    time.sleep(3)
+    ended.append(1)
+
+try:
+    list(run_in_order([slow] * 8, 2))
+except KeyboardInterrupt:
+    print("interrupted after", len(ended))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the signals of POSIX")
+def test_ctrl_c_is_heard_while_tasks_run():
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
+        begun = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+    assert begun == ["begun\n"] * 2
+    assert said == "interrupted after 2\n"  # those that ran; no other one has begun
 
 
 @pytest.fixture

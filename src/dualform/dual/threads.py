@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from threading import Lock, local
 from typing import TypeVar
@@ -12,6 +14,16 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+LISTENS_EVERY = 0.2
+"""Seconds after which a thread that waits for another one looks whether Ctrl-C was pressed."""
+
+
+def awaited(future: Future[T]) -> T:
+    """Return the result of a future. Once Polars has been used, Ctrl-C does not wake a thread that waits without a time limit."""
+    while not future.done():
+        with contextlib.suppress(FutureTimeoutError):  # before Python 3.11, not the builtin one
+            future.result(LISTENS_EVERY)
+    return future.result()
 
 
 def run_in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Generator[T, None, None]:
@@ -24,9 +36,9 @@ def run_in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Generator[T,
         for task in tasks:
             waiting.append(pool.submit(task))
             if len(waiting) == 2 * workers:
-                yield waiting.popleft().result()
+                yield awaited(waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield awaited(waiting.popleft())
 
 
 class _ThreadCount:
@@ -78,5 +90,13 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        _join(pool)
         _THREAD_COUNT.leave(threads)
+
+
+def _join(pool: ThreadPoolExecutor) -> None:
+    """Wait until the running tasks have ended: they use PyTorch's threads. A second Ctrl-C does not wait."""
+    for thread in pool._threads:
+        while thread.is_alive():
+            thread.join(LISTENS_EVERY)

@@ -16,23 +16,19 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
+from dualform.dual.threads import awaited
 from dualform.errors import QuestionError, WorkersLostError
 from dualform.progress import Progress
 from dualform.query.sending import Packed, Packer, Sendable, run_packed
 
 TASKS_AHEAD = 8
 """How many tasks are handed to an executor before the result of the first is merged. Two for each worker, if that is more."""
-LISTENS_EVERY = 0.2
-"""Seconds after which a process that waits for a result looks whether Ctrl-C was pressed."""
 MOST_LOSSES = 3
 """A task is given up when as many workers were lost while its result was awaited."""
-
-
-T = TypeVar("T")
 
 
 class Backend(Protocol):
@@ -113,7 +109,7 @@ class OnExecutor:
         return self._executor.submit(run_packed, packed.content, *packed.shared)
 
     def _result(self, future: Future[Any], packer: Packer) -> Any:
-        result = _awaited(future)
+        result = awaited(future)
         return result if self.shares_memory else packer.unpack(result)
 
     def close(self) -> None:
@@ -167,7 +163,7 @@ class Processes:
     def _first_result(self, waiting: deque[_Sent]) -> bytes:
         for _ in range(MOST_LOSSES):
             try:
-                result = _awaited(waiting[0].future)
+                result = awaited(waiting[0].future)
             except (BrokenProcessPool, CancelledError):  # another thread that asks may have replaced the pool
                 self._send_again(waiting)
                 continue
@@ -220,14 +216,6 @@ class Processes:
             self._pools.clear()
         for pool in pools:
             _stop(pool)
-
-
-def _awaited(future: Future[T]) -> T:
-    """Return the result of a future. Once Polars has been used, Ctrl-C does not wake a thread that waits without a time limit."""
-    while not future.done():
-        with contextlib.suppress(TimeoutError):
-            future.result(LISTENS_EVERY)
-    return future.result()
 
 
 def _has_result(future: Future[bytes]) -> bool:
