@@ -65,13 +65,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is 
 pl.DataFrame({"a": range(100_000)}).group_by("a").len()
 ended = []
 
-def slow():
+def task(seconds):
     print("begun", flush=True)
-    time.sleep(3)
+    time.sleep(seconds)
     ended.append(1)
 
 try:
-    list(run_in_order([slow] * 8, 2))
+    # The first result is awaited for so long that all others would have been computed
+    list(run_in_order([lambda: task(6), *[lambda: task(1)] * 3], 2))
 except KeyboardInterrupt:
     print("interrupted after", len(ended))
 """
