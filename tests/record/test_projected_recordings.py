@@ -155,6 +155,13 @@ def test_the_audit_sees_the_slots_before_they_are_projected(tmp_path):
         ({"keep": {"0": "totals", "*": "rows"}}, "expected one of 'slots', 'rows', 'projected', 'keys'[.]"),
         ({"keep": {}}, "keep={}: expected what is kept, by names or globs of layers"),
         ({"keep": {"0": "rows"}}, "keep= says nothing of layer '2'. Add its name"),
+        (
+            {"keep": ["rows"]},
+            r"keep=\['rows'\]: expected one of 'slots', .*, or a dictionary from names or globs of layers",
+        ),
+        ({"keep": None}, "keep=None: expected one of 'slots'"),
+        ({"keep": {0: "rows", "*": "slots"}}, "or a dictionary from names or globs of layers"),
+        ({"keep": {"*": "rows", "0": "keys"}}, "names '0' after others that fit the same layers.* Put it before them"),
         ({"keep": {"7": "rows", "*": "slots"}}, "keep= names '7', which is not recorded. Recorded layers: '0', '2'"),
         ({"keep": "projected", "projection": 0}, "projection=0: expected a whole number of at least 1"),
         ({"every": True}, "every=True: expected a whole number of at least 1"),

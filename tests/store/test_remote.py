@@ -5,6 +5,8 @@ import os
 import pickle
 import shutil
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -315,6 +317,25 @@ def test_nobody_answers(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StoreError, match=f"{RUN}/run.json cannot be reached .*Check the network"):
         dualform.open(RUN)
+
+
+def test_a_server_without_ranges(recorded):
+    """As python -m http.server is."""
+    handler = partial(Quiet, directory=recorded.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as plain:
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(
+                StoreError, match="its server sends whole files only, and a recording is read by ranges"
+            ):
+                influence(f"http://127.0.0.1:{plain.server_port}/{recorded.name}")
+        finally:
+            plain.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
 
 
 def test_a_server_that_stays_broken(server):

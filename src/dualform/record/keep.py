@@ -15,6 +15,12 @@ Keep = str | Mapping[str, str]
 
 def check_keep(keep: Keep, projection: int, every: int) -> None:
     """Raise RecordingError if these settings do not say what is kept."""
+    is_by_layer = isinstance(keep, Mapping) and all(isinstance(pattern, str) for pattern in keep)
+    if not isinstance(keep, str) and not is_by_layer:
+        raise RecordingError(
+            f"keep={keep!r}: expected one of {', '.join(map(repr, KEEPS))}, or a dictionary from names or globs of layers to what is kept of "
+            f'them: keep={{"lm_head": "keys", "*": "rows"}}.'
+        )
     given = [keep] if isinstance(keep, str) else [*keep.values()]
     allowed = [known for known in KEEPS if known != "totals" or isinstance(keep, str)]
     for one in given:
@@ -41,15 +47,22 @@ def keep_of(layer: str, keep: Keep) -> str:
 
 
 def check_patterns(keep: Keep, layers: Sequence[str]) -> None:
-    """Raise RecordingError if a layer has no pattern, or a pattern no layer."""
+    """Raise RecordingError if a layer has no pattern, or a pattern no layer that is left for it."""
     if isinstance(keep, str):
         return
     for layer in layers:
         keep_of(layer, keep)
+    unclaimed = list(layers)
     for pattern in keep:
-        if pattern != "*" and not any(fnmatchcase(layer, pattern) for layer in layers):
+        fitting = [layer for layer in layers if fnmatchcase(layer, pattern)]
+        if pattern != "*" and not fitting:
             known = ", ".join(map(repr, layers))
             raise RecordingError(f"keep= names {pattern!r}, which is not recorded. Recorded layers: {known}.")
+        if pattern != "*" and not set(fitting) & set(unclaimed):
+            raise RecordingError(
+                f"keep= names {pattern!r} after others that fit the same layers, and the first that fits counts. Put it before them."
+            )
+        unclaimed = [layer for layer in unclaimed if layer not in fitting]
 
 
 def refuse_contradictions(

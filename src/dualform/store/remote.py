@@ -422,6 +422,11 @@ def explained(where: str, error: BaseException, what: str = "read") -> StoreErro
         return StoreError(
             f"{where} cannot be reached ({reason}). Check the network, the host's name and, if it is set, the endpoint."
         )
+    if "Range request not supported" in text:
+        return StoreError(
+            f"{failed}: its server sends whole files only, and a recording is read by ranges. Use a server that answers range requests (nginx, "
+            f"Caddy, Apache; `python -m http.server` does not), or copy the folder to this machine by other means."
+        )
     cure = "Try again; what has been read stays in the cache." if what == "read" else "Try again: it goes on from here."
     return StoreError(f"{failed}: {reason}. {cure}")
 
