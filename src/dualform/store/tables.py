@@ -65,8 +65,10 @@ def group_types(columns: Sequence[Column]) -> Schema:
 def row_series(rows: Ints) -> pl.Series:
     """Return the numbers of rows; null for NO_ROW."""
     numbers = pl.Series(rows, dtype=pl.Int64)
-    has_no_row = numbers == NO_ROW
-    return numbers.set(has_no_row, None)
+    has_no_row = rows == NO_ROW
+    if not has_no_row.any():  # nearly always, and NumPy finds out in a tenth of the time
+        return numbers
+    return numbers.set(pl.Series(has_no_row), None)
 
 
 def write_table(files: WritableFiles, name: str, table: pl.DataFrame, label: str) -> File:
