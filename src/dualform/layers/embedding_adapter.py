@@ -34,7 +34,7 @@ ATTRIBUTES = ("active_adapters", "disable_adapters", "merged", "scaling", "get_b
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether a module is an embedding with such adapters."""
-    tables = [getattr(module, name, None) for name in (A, B)]
+    tables = (getattr(module, name, None) for name in (A, B))
     return all(isinstance(table, nn.ParameterDict) and len(table) for table in tables)
 
 

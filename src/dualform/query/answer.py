@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -61,9 +62,13 @@ class Answer:
         self._shape = tuple(shape.values())
         self._silent = silent
         self._executor = executor
-        places = np.indices(self._shape).reshape(len(shape), -1)
-        self._address = dict(zip(shape, places, strict=True))
+        self._names = tuple(shape)
+
+    @cached_property
+    def _address(self) -> dict[str, Ints]:
         """Where each query stands along each part of its address, (queries,)."""
+        places = np.indices(self._shape).reshape(len(self._names), -1)
+        return dict(zip(self._names, places, strict=True))
 
     @property
     def layer(self) -> Layer:

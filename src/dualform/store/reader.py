@@ -209,6 +209,7 @@ class Store(ChunkFiles):
             gathered[torch.from_numpy(here)] = encoded.some(rows, dtype)
         return gathered
 
+    @cached_method
     def can_pick(self, number: int, what: str) -> bool:
         """Whether all keys or error signals of a layer may stay mapped: of a store elsewhere, they take room in its cache."""
         return not isinstance(self.files, CachedFiles) or self._vector_bytes(number, what) <= self.files.most_mapped
