@@ -39,12 +39,12 @@ def highest(scores: Tensor, codes: Tensor | None, groups: int, k: int) -> list[T
         lowest_held.ctypes.data,
         threads,
     )
-    places = []
-    for packed, filled in zip(best[0], counts[0].tolist(), strict=True):
-        best_first = np.sort(packed[:filled])[::-1]
-        group_places = LAST - (best_first & LAST).astype(np.int64)
-        places.append(torch.from_numpy(group_places).unsqueeze(0))
-    return places
+    # All groups are sorted together; in one with fewer than k scores, zeros follow them, since no packed score is 0
+    packed = best[0, :, :k]
+    packed[np.arange(k) >= counts[0, :, np.newaxis]] = 0
+    best_first = np.sort(packed)[:, ::-1]
+    places = torch.from_numpy(LAST - (best_first & LAST).astype(np.int64))
+    return [places[group : group + 1, :filled] for group, filled in enumerate(counts[0].tolist())]
 
 
 def _is_supported(scores: Tensor, codes: Tensor | None) -> bool:
