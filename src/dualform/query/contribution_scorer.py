@@ -307,7 +307,7 @@ class ContributionScorer(Scorer):
         return not is_partial and roles in (["weight"], ["weight", "bias"])
 
     def _bounds(self, slots: Tensor, order: Order) -> ContributionBounds:
-        weight, *biases = (self._values(use.parameter)[slots] for use in self.uses)
+        weight, *biases = (self._coefficients_of_slots(use.parameter)[slots] for use in self.uses)
         bias = biases[0] if biases else torch.zeros_like(weight)
         numbers = key_numbers(self.store, self.layer.name, self.end, slots)
         keys = StoredVectors(self.store, self.layer, "key", self.dtype)
@@ -320,11 +320,16 @@ class ContributionScorer(Scorer):
             order,
         )
 
-    def _values(self, parameter: str) -> Tensor:
-        """Return the negative coefficient of each slot, (slots,)."""
-        coefficients = self.coefficients[parameter]
-        chunks = self.store.addresses(self.layer.name, end_step=self.end)
-        return torch.cat([scaled(chunk, coefficients, 0, chunk.slots, self.dtype)[:, 0] for chunk in chunks])
+    def _coefficients_of_slots(self, parameter: str) -> Tensor:
+        """Return the negative coefficient of each slot, (slots,); found once for an open store."""
+
+        def find() -> Tensor:
+            coefficients = self.coefficients[parameter]
+            chunks = self.store.addresses(self.layer.name, end_step=self.end)
+            return torch.cat([scaled(chunk, coefficients, 0, chunk.slots, self.dtype)[:, 0] for chunk in chunks])
+
+        key = ("coefficients of slots", self.layer.name, parameter, self.dtype)
+        return self.store.cached(key, find, self.end)
 
     # Totals and initial parts
 
