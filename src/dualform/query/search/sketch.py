@@ -74,7 +74,7 @@ def make_sketch(
     count: int, dtype: torch.dtype, read: Callable[[Tensor], Tensor], pieces: Iterable[tuple[int, Tensor]]
 ) -> Sketch:
     """Sketch `count` vectors. read: from numbers (k,) to vectors (k, d). pieces: all vectors, with the number of each piece's first."""
-    sample = read(torch.arange(0, count, max(1, count // SAMPLE)))
+    sample = _finite(read(torch.arange(0, count, max(1, count // SAMPLE))))
     directions = _directions(sample, min(DIRECTIONS[-1], sample.shape[1]))
     wanted = _enough_directions(sample, directions)
     is_compact = count * (wanted + 1) * dtype.itemsize > SKETCH_BYTES
@@ -109,24 +109,29 @@ def _sketched(vectors: Tensor, directions: Tensor, rounding: float) -> Sketched:
     return Sketched(near, rest.sqrt().clamp(min=SMALLEST))
 
 
+def _finite(vectors: Tensor) -> Tensor:
+    """Return those vectors that are finite, scaled together such that no square overflows."""
+    finite = vectors[vectors.isfinite().all(1)]
+    if not len(finite):
+        return finite
+    return finite / finite.abs().max().clamp(min=SMALLEST)
+
+
 def _directions(vectors: Tensor, m: int) -> Tensor:
     """Return orthonormal directions (d, m) that vectors (k, d) are close to: roughly those of their largest singular values,
     the largest first."""
-    finite = vectors[vectors.isfinite().all(1)]
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(vectors.shape[1], m, dtype=vectors.dtype, generator=generator)
-    if len(finite):
-        finite = finite / finite.abs().max().clamp(min=SMALLEST)
+    if len(vectors):
         for _ in range(3):
-            directions = finite.T @ (finite @ _orthonormal(directions))
+            directions = vectors.T @ (vectors @ _orthonormal(directions))
     return _orthonormal(directions)
 
 
 def _enough_directions(vectors: Tensor, directions: Tensor) -> int:
     """Return how many of some directions, sorted by importance, a sketch needs."""
-    finite = vectors[vectors.isfinite().all(1)].double()
-    held = (finite @ directions.double()).square().sum(0).cumsum(0)
-    needed = SHARE * float(finite.square().sum())
+    held = (vectors @ directions).square().sum(0).cumsum(0)
+    needed = SHARE * float(vectors.square().sum())
     most = directions.shape[1]
     for count in DIRECTIONS:
         if count < most and float(held[count - 1]) >= needed:
