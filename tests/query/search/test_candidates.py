@@ -123,6 +123,22 @@ def test_no_score_is_beyond_its_bound(monkeypatch, dtype, scale, order, compact)
         assert (scores.abs() <= bounds.sizes[:, None] * bounds.lengths).all()
 
 
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_all_vectors_are_estimated_as_those_that_are_picked(queries, is_shuffled):
+    """Of all vectors in their order none are picked; as many in another order are."""
+    generator = torch.Generator().manual_seed(0)
+    own, vectors = torch.randn(queries, 40, generator=generator), InMemory(torch.randn(300, 40, generator=generator))
+    numbers = torch.randperm(300, generator=generator) if is_shuffled else torch.arange(300)
+    products = Products(own, vectors, numbers)
+    estimates, rests, rests_of_vectors = products.estimate(slice(0, queries), torch.arange(300))
+    near, rest = vectors.sketch.vectors
+    expected = vectors.sketch.of(own).near.double() @ near[numbers].double().T
+    torch.testing.assert_close(estimates.double(), expected, rtol=1e-5, atol=1e-5)
+    assert rests.equal(vectors.sketch.of(own).rest)
+    assert rests_of_vectors.equal(rest[numbers])
+
+
 def test_a_sketch_bounds_inner_products():
     generator = torch.Generator().manual_seed(0)
     few = torch.randn(500, 6, generator=generator) @ torch.randn(6, 50, generator=generator)

@@ -134,7 +134,9 @@ class Products:
         own = self._sketched.near[queries]
         own_rests = self._sketched.rest[queries]
         near, rests = self._vectors.sketch.vectors
-        numbers = self._numbers[places]
+        numbers = self._numbers_at(places)
+        if near.dtype == own.dtype and _are_all(numbers, len(near)):
+            return own @ near.T, own_rests, rests
         rests = rests.index_select(0, numbers)
         estimates = self._vectors.sketch.table.dots(own, numbers)
         if estimates is None:
@@ -145,6 +147,12 @@ class Products:
             estimates = torch.cat(parts, 1)
         return estimates, own_rests, rests
 
+    def _numbers_at(self, places: Tensor) -> Tensor:
+        """Return the vectors of the members at some places."""
+        if len(places) == len(self._numbers):  # all members, in their order
+            return self._numbers
+        return self._numbers[places]
+
     def exact(self, queries: slice, places: Tensor) -> Tensor:
         """Return the products, (queries, places). A vector that several members share is read once."""
         own = self._queries[queries]
@@ -154,6 +162,11 @@ class Products:
         distinct, positions = torch.unique(numbers, return_inverse=True)
         products = self._vectors.dots(own, distinct)
         return products[:, positions]
+
+
+def _are_all(numbers: Tensor, count: int) -> bool:
+    """Return whether numbers are those of all `count` vectors, in their order, as in most first looks: then none need be picked."""
+    return len(numbers) == count and torch.equal(numbers, torch.arange(count))
 
 
 @dataclass(eq=False)
