@@ -25,7 +25,7 @@ COMPACT_BYTES = 160 << 20
 """The same for vectors that do not fit: their coordinates are kept in bfloat16, and with very many vectors along fewer directions."""
 MOST_VECTORS = SKETCH_BYTES // 8
 """More vectors have no sketch."""
-SAMPLE = 2048
+SAMPLE = 1024
 """The directions are computed from this many vectors, spread evenly."""
 STRETCH = 1 << 15
 """How many coordinates are decoded at a time, so that they stay in the processor's cache."""
