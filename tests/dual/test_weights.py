@@ -114,3 +114,20 @@ def test_keys_alone_have_no_coefficients(tmp_path):
     run = train(tmp_path / "run", keep="keys", steps=1)
     with pytest.raises(dualform.errors.NotRecordedError, match=r'keeps keys only.*keep="slots"'):
         walked(updates_of(run.dual.store, "0.weight"))
+
+
+def test_memory_is_given_back_as_it_was_decoded(trained, monkeypatch):
+    """Of each layer its own vectors count, not the file of all layers; a bias decodes error signals alone."""
+    store = trained.dual.store
+    decoded = []
+    monkeypatch.setattr(type(store), "decoded", lambda _, nbytes: decoded.append(nbytes))
+    for name in trained.dual.layers:
+        _, layer = store.layer(name)
+        # Of a weight the slots that are kept are decoded, of a bias those that are left out
+        for parameter, keep, per_slot in (
+            (f"{name}.weight", every, layer.d_in + layer.d_out),
+            (f"{name}.bias", none, layer.d_out),
+        ):
+            decoded.clear()
+            rebuilt(store, parameter, begin=0, end=6, keep=keep)
+            assert sum(decoded) == store.slots(name) * per_slot * 8, parameter

@@ -17,7 +17,6 @@ from dualform.layers.keys import KeysOrGradients, Vectors
 from dualform.layers.layer import Layer, Use, spans
 from dualform.layers.written import used_rows
 from dualform.recursions import KINDS
-from dualform.store.format import SLOTS
 from dualform.store.reader import Store
 from dualform.store.slots import SlotChunk
 from dualform.store.unkept import require_gradients
@@ -182,6 +181,8 @@ def _slots_of_layer(
 ) -> Iterator[tuple[KeysOrGradients, Tensor]]:
     """Yield keys and values of a layer's selected slots, a piece at a time."""
     updates = coefficients.updates
+    decodes_keys = not only_errors and layer.form != "numbers"
+    width = layer.d_out + (layer.d_in if decodes_keys else 0)
     for chunk in store.addresses(layer.name, begin_step=updates.begin, end_step=updates.end):
         kept = None if keep is None else keep(chunk)
         if kept is not None and not kept.any():
@@ -189,7 +190,8 @@ def _slots_of_layer(
         scales = scaled(chunk, coefficients, 0, chunk.slots, dtype)
         read = _read_some if layer.form == "vectors" and chunk.sums is None else _read_all
         yield from read(chunk, kept, scales, only_errors)
-        store.decoded(chunk.chunk.files[SLOTS].size)
+        # A chunk's file holds all layers: by its size, memory would be given back several times as often as it fills up
+        store.decoded(chunk.slots * width * dtype.itemsize)
 
 
 def _read_some(
