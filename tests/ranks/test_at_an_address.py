@@ -13,18 +13,20 @@ def answers(place, case):
     inputs, _ = samples(case)
     dual = dualform.open(place, network(case))
     contributions = dual.contributions(inputs[:2], target=1).total("visit")
+    by_label = dual.contributions(inputs[:2], target=1).total("label")
     top = dual.attend(inputs[:2])["0"].top(3)
     influence = dual.influence(inputs[:2], target=1).total("visit")
     return [
         dual.verify().to_json(),
         dual.rows.write_json(),
-        *(one.write_json() for one in (contributions, top, influence)),
+        *(one.write_json() for one in (contributions, by_label, top, influence)),
     ]
 
 
 def test_a_run_of_two_ranks(ranks, monkeypatch, tmp_path):
     case = Case(chunk_bytes=1500)
     ranks.run(on_two_ranks, case, tmp_path / "run")
+    dualform.build_totals(tmp_path / "run", "label")
     expected = answers(tmp_path / "run", case)
     with ObjectServer() as server:
         for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("ENDPOINT", server.endpoint)):
@@ -35,5 +37,7 @@ def test_a_run_of_two_ranks(ranks, monkeypatch, tmp_path):
         is_same = answers("s3://bucket/run", case) == expected
         assert is_same
         dualform.copy("s3://bucket/run", tmp_path / "back")
-    is_same = answers(tmp_path / "back", case) == expected
-    assert is_same
+        dualform.copy(f"{server.endpoint}/bucket/run", tmp_path / "from the web")
+    for name in ("back", "from the web"):
+        is_same = answers(tmp_path / name, case) == expected
+        assert is_same, name

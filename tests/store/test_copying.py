@@ -1,6 +1,5 @@
 """Copies of recordings: whole or not there, gone on with, and checked."""
 
-import json
 import os
 import shutil
 
@@ -14,6 +13,8 @@ from object_server import Fault, ObjectServer
 pytest.importorskip("obstore", reason="obstore is not installed")
 
 from dualform.store import remote, uploads
+from dualform.store.files import folder_at
+from dualform.store.shards import RunFile, write_run
 
 RUN = "s3://bucket/run"
 
@@ -209,7 +210,7 @@ def test_nothing_to_copy(tmp_path):
 def test_runs_of_several_folders(server, recorded, expected, tmp_path):
     for rank in range(2):
         shutil.copytree(recorded, tmp_path / "ranks" / f"rank-{rank}")
-    (tmp_path / "ranks" / "run.json").write_text(json.dumps({"ranks": 2}))
+    write_run(folder_at(tmp_path / "ranks"), RunFile("name", 2))
     dualform.copy(tmp_path / "ranks", RUN)
     heads = [path for path in writes(server) if path.endswith(("manifest.json", "run.json"))]
     assert writes(server)[-3:] == heads

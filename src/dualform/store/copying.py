@@ -27,10 +27,10 @@ from dualform.store.files import (
     read_if_there,
     writing,
 )
-from dualform.store.format import LOCK, MANIFEST, File, Manifest, checksum, read_manifest
+from dualform.store.format import LOCK, MANIFEST, File, Manifest, checksum, read_manifest, totals_files
 from dualform.store.lock import FolderLock
 from dualform.store.samples import SAMPLES
-from dualform.store.shards import RUN
+from dualform.store.shards import RUN, is_run, read_run, shard_name
 from dualform.store.tensors import ArrayFile, describe_file
 
 NOT_COPIED = ("chunk-", "snapshot-", "totals-", "curvature-", "coefficients-", ".")
@@ -215,8 +215,12 @@ def plan_copy(source: Files) -> Plan:
     files: dict[str, File | None] = {}
     for name in heads:
         folder, _, last = name.rpartition("/")
-        if last == MANIFEST:
-            folder = f"{folder}/" if folder else ""
+        folder = f"{folder}/" if folder else ""
+        if last == RUN:
+            totals = read_run(files_within(source, folder)).totals
+            if totals is not None:
+                files |= {f"{folder}{file}": described for file, described in totals_files(totals)}
+        else:
             manifests[folder] = read_manifest(files_within(source, folder))
             files |= {f"{folder}{file}": described for file, described in manifests[folder].files()}
     if not manifests:
@@ -235,7 +239,11 @@ def _listed(source: Files) -> list[str]:
 
     if isinstance(source, RemoteFiles) and source.has_lists:
         return sorted(source.list_all())
-    return [name for name in (MANIFEST, SAMPLES) if read_if_there(source, name) is not None]
+    heads = [MANIFEST]
+    if is_run(source):
+        ranks = range(read_run(source).ranks)
+        heads = [RUN, *(f"{shard_name(rank)}/{MANIFEST}" for rank in ranks)]
+    return [name for name in (*heads, SAMPLES) if read_if_there(source, name) is not None]
 
 
 def _belongs(name: str) -> bool:

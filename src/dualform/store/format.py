@@ -249,8 +249,7 @@ class Manifest:
         for snapshot in self.snapshots:
             yield snapshot_name(snapshot.step), snapshot.file
         if self.totals is not None:
-            for name, file in self.totals.files.items():
-                yield f"{totals_name(self.totals.number)}/{name}", file
+            yield from totals_files(self.totals)
 
     def dump(self) -> bytes:
         """Return the manifest as JSON, with a checksum over everything else in it; chunks at the end, a line each.
@@ -282,6 +281,12 @@ def snapshot_name(step: int) -> str:
 def totals_name(number: int) -> str:
     """The folder of a version of the totals."""
     return f"totals-{number:06d}"
+
+
+def totals_files(totals: Totals) -> Iterator[tuple[str, File]]:
+    """The files of some totals: the path of each within the store, and what the file must look like."""
+    for name, file in totals.files.items():
+        yield f"{totals_name(totals.number)}/{name}", file
 
 
 def groups_name(number: int) -> str:
