@@ -54,7 +54,7 @@ class Copied:
     location: str
     """Where the copy is."""
     files: int
-    """How many files it has."""
+    """How many files it has, but for those that name others (manifests), which are written each time."""
     copied: int
     """How many of them were copied; the others were there."""
     nbytes: int
@@ -134,7 +134,7 @@ class Copier:
             copied += nbytes
         for name, content in plan.heads.items():
             self.target.put_bytes(name, content)
-        return Copied(self.target.files.location, len(plan.files) + len(plan.heads), len(missing), copied)
+        return Copied(self.target.files.location, len(plan.files), len(missing), copied)
 
     def _earlier(self, plan: Plan) -> set[str]:
         """Return the files that manifests at the target name. Raises StoreExistsError if they are of another recording."""
