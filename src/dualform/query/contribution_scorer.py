@@ -277,13 +277,22 @@ class ContributionScorer(Scorer):
     @cached_property
     def updates(self) -> dict[str, Updates]:
         """The updates of each parameter."""
-        names = {use.parameter for use, _ in self.pairs()}
-        return {name: updates_of(self.store, name, end=self.end) for name in names}
+        return {name: updates_of(self.store, name, end=self.end) for name in self._parameters}
+
+    @property
+    def _parameters(self) -> set[str]:
+        return {use.parameter for use, _ in self.pairs()}
 
     @cached_property
     def _is_replayed(self) -> bool:
         """Whether any coefficient is a matrix, which is known only while the optimizer is replayed."""
-        return any(is_elementwise(updates) for updates in self.updates.values())
+
+        def find() -> bool:
+            return any(is_elementwise(updates) for updates in self.updates.values())
+
+        # Once for an open store: a question that an index answers needs nothing else of the updates, which are read from tables
+        key = ("is replayed", *sorted(self._parameters))
+        return self.store.cached(key, find, self.end)
 
     @cached_property
     def coefficients(self) -> dict[str, Coefficients]:
