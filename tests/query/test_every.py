@@ -116,4 +116,4 @@ def test_what_needs_all_steps_is_refused(tmp_path):
     frame = some.verify().frame
     assert set(frame["verdict"]) == {"gradients"}
     assert "so no sum was checked" in frame["reason"][0]
-    assert some.influence(inputs).total("sample_id")["standard_error"].is_finite().all()
+    assert some.influence(inputs).total("label")["standard_error"].is_finite().all()
