@@ -39,6 +39,9 @@ import inconsistent  # type: ignore[import-not-found]
 BATCH = 50
 KINDS_USED = ("slots", "float16", "words", "maps", "slots and totals", "totals only")
 
+LEFT_BESIDE = (store_format.LOCK, "coefficients-", "curvature-")
+"""How files begin that the manifest does not describe."""
+
 
 @dataclass
 class Forgery:
@@ -69,6 +72,11 @@ class Forgery:
             path = folder / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
+
+    @property
+    def described_files(self) -> list[str]:
+        """The files that the manifest describes; not the lock, nor what questions have left beside the store."""
+        return [path for path in self.files if "." in path and not path.startswith(LEFT_BESIDE)]
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
@@ -232,7 +240,7 @@ def foreign_chunk(store: Forgery, other: Forgery, draw: random.Random) -> str:
 
 def exchange_files(store: Forgery, other: Forgery, draw: random.Random) -> str:
     """A file is that of another chunk, snapshot or run, of the same name."""
-    path = draw.choice([path for path in store.files if "." in path and not path.endswith(".lock")])
+    path = draw.choice(store.described_files)
     folder, _, name = path.rpartition("/")
     source = draw.choice([store, other])
     kind = name.split("-")[0]
@@ -307,7 +315,7 @@ def drop_tensor(store: Forgery, _: Forgery, draw: random.Random) -> str:
 
 
 def _drawn_tensors(store: Forgery, draw: random.Random, ending: str = ".safetensors") -> tuple[str, Tensors]:
-    path = draw.choice([path for path in store.files if path.endswith(ending)])
+    path = draw.choice([path for path in store.described_files if path.endswith(ending)])
     return path, Tensors.parse(store.files[path])
 
 
