@@ -52,7 +52,7 @@ class Run:
     rounds: int
     """Bare and recorded trainings in turns, to be timed, …"""
     timed_epochs: int
-    """… with so many epochs."""
+    """… of this many epochs each."""
     methods: tuple[str, ...] = ("whitened",)
     """Of influence. The kernel does not fit rows with many labels, and was left out for the CNN to save time."""
 
@@ -73,7 +73,7 @@ KEEPS: dict[str, dict[str, Any]] = {
     "keys": {"keep": "keys"},
     "totals": {"keep": "totals", "totals": ["tenth"]},
 }
-"""What `dualform.record` is told."""
+"""Arguments of `dualform.record`, by the name of what is kept."""
 GROUPS = 10
 ANSWERS = {
     "keys": "attention alone",

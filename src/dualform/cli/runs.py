@@ -77,7 +77,7 @@ def estimate(
     projection: Annotated[
         int, typer.Option(min=1, help="Of keep=projected: how long keys and error signals are, at most.")
     ] = 64,
-    every: Annotated[int, typer.Option(min=1, help="The slots of one step in so many are kept.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Keep the slots of one step in this many, drawn at random.")] = 1,
     layers: Annotated[
         list[str] | None,
         typer.Option(help="Names or globs of layers; several may be given.", show_default="all that can be recorded"),

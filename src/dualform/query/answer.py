@@ -187,7 +187,7 @@ class Answer:
         return self._scaled(self._scanned_sums(by, where, absolute), columns, where, absolute)
 
     def _scaled(self, found: Sums, columns: list[str], where: Where | None, absolute: bool) -> Sums:
-        """Scale totals of some steps to all of them, if the slots of one step in so many were kept.
+        """Scale totals of some steps to all of them, if only the slots of one step in n were kept (`every=n`).
 
         As if steps were drawn one by one: their variance is that of the group's totals of single steps.
         """

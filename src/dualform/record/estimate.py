@@ -87,7 +87,7 @@ class Estimate:
     queue_bytes: int
     chunk_bytes: int
     every: int = 1
-    """The slots of one step in so many are kept."""
+    """n: the slots of one step in n are kept."""
 
     @property
     def steps(self) -> int:

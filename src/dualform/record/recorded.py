@@ -56,7 +56,7 @@ class StoreAs:
     projection: int = DEFAULT_SIZE
     """How many numbers keep="projected" leaves of a key and of an error signal."""
     every: int = 1
-    """The slots of one step in so many are kept."""
+    """n: the slots of one step in n are kept."""
 
     @property
     def one_keep(self) -> str:

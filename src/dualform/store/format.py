@@ -193,7 +193,7 @@ class Manifest:
     """By layer: how it is known which row a slot belongs to."""
     settings: dict[str, str] = field(default_factory=dict)
     every: Count = 1
-    """The slots of one step in so many are kept."""
+    """n: the slots of one step in n are kept."""
     base: dict[str, str] = field(default_factory=dict)
     """Checksums of the frozen weights that are not stored, by name: those under adapters, and quantised ones."""
 
